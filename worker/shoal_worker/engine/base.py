@@ -3,8 +3,8 @@ public `ShardedModel` and `ShardedOptimizer`.
 
 There are four engines: `replicated/engine.py` (every rank has the full model), `sharding/engine.py`
 (tensors are sharded across the ranks), `mesh/engine.py` (layers and stages are on different ranks)
-and `asynchronous/engine.py` (values are on parameter servers). A strategy declares its engine and
-the engine's options (`strategies/declaration.py`).
+and `asynchronous/engine.py` (parameters are on parameter servers). A strategy declares its engine
+and the engine's options (`strategies/declaration.py`).
 
 The user's model and optimizer forward their calls to the engine, and the session calls it as a
 `TrainingEngine`. All methods run on the training thread, except hooks of a backward pass, which run
@@ -56,9 +56,10 @@ T = TypeVar("T")
 class Setup:
     """Arguments for creating an engine.
 
-    Three of the arguments can be called like the model. `module` only computes. `call` is the same
-    forward pass, compiled if torch.compile was used; `Engine.forward` calls `call`. `model` is the
-    public wrapper, which calls `Engine.forward`; `Engine.train_step` calls `model`."""
+    Three of the arguments can be called like the model. `module` runs the user's forward pass and
+    nothing else. `call` is the same forward pass, compiled if torch.compile was used;
+    `Engine.forward` calls `call`. `model` is the public wrapper, which calls `Engine.forward`;
+    `Engine.train_step` calls `model`."""
 
     strategy: str
     """Strategy's name, for errors and metadata."""
@@ -77,7 +78,7 @@ class Setup:
     """Keyword arguments of `as_distributed` that are specific to the strategy."""
     several: bool = False
     """True if the model is one of several. Passes of the other models may then run through this one
-    and add to its gradients, and the script may freeze it for some of them."""
+    and add to its gradients, and the script may freeze this model for some of these passes."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
@@ -289,7 +290,7 @@ class Engine(TrainingEngine):
 
     @property
     def is_trained(self) -> bool:
-        """True if this engine trains the run's model, and not a clone."""
+        """True if this engine trains the run's model; False if its model is a clone."""
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -316,8 +317,8 @@ class Engine(TrainingEngine):
     """True if this process's optimizer updates only parts of the parameters, or none at all. Step
     hooks would then see different tensors than on a single process."""
 
-    # True means that other objects replace the parameters in the module when the ranks are assigned
-    # their parts
+    # If True, other objects replace the parameters in the module when the ranks are assigned their
+    # parts.
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
@@ -368,7 +369,7 @@ class Engine(TrainingEngine):
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes `update`, or reapplies it if it is undone."""
+        """Undoes `update`, or reapplies it if it has been undone."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
@@ -394,8 +395,8 @@ class Engine(TrainingEngine):
 
     def fetch_put_back(self) -> None:
         """Gathers unsharded values again from the ranks that own them, after updates of the current
-        step were undone on all ranks. Must be called on all ranks. If it fails, the step is marked
-        as failed."""
+        step have been undone on all ranks. Must be called on all ranks. If it fails, the step is
+        marked as failed."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass while none of its parameters requires a gradient. Its
@@ -465,13 +466,15 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process, because each rank is a replica by default."""
+        """Index of this process's replica. It is the rank, because each rank is a replica by
+        default."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, because each rank is a replica by default."""
+        """Number of replicas. It is the number of ranks, because each rank is a replica by
+        default."""
         return self._session.world_size
 
     @property

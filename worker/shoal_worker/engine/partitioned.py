@@ -8,9 +8,9 @@ mirrors. The gradients' norm and all other values that ranks need from each othe
 with the step vote (`CommitPayload`). Each rank then updates its own part. If the ranks have
 changed, the state is resharded after the update.
 
-torch's own calls (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
+torch's own methods (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
 names the alternative. Most of this is implemented in the parameters themselves
-(`hidden_parameters.py`). docs/torch-calls.md has a table of all calls.
+(`hidden_parameters.py`). docs/torch-calls.md lists all of them.
 """
 
 from __future__ import annotations
@@ -205,14 +205,14 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
         """Norm of this rank's gradients before a GradScaler could have changed them; 0 if no
-        GradScaler could have.
+        GradScaler could have changed them.
         """
         self._skipped = False
         """True if a GradScaler found infinities in the gradients. The step then counts, but the
         parameters stay unchanged."""
         self._carried = False
-        """True if a backward pass of the current step found gradients of the last step that had not
-        been cleared.
+        """True if a backward pass of the current step found gradients of the last step, because the
+        script had not cleared them.
         """
         self._whereabouts = Whereabouts(self.strategy)
 
@@ -338,7 +338,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
-        """Checks that the gradients of the last step were cleared; otherwise raises
+        """Checks that the gradients of the last step have been cleared; otherwise raises
         PreconditionError. Plain torch would add this step's gradients to them, but here they no
         longer exist after the update.
         """

@@ -1,13 +1,13 @@
-"""The engine of tensor, pipeline and hybrid: several ranks together form one replica, with the
-model's layers and stages on different ranks.
+"""The engine of the strategies `tensor`, `pipeline` and `hybrid`: several ranks together form one
+replica, with the model's layers and stages on different ranks.
 
-One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
-axes, and `hybrid` uses all axes. The model's layers communicate during passes, along the tensor
-axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank accumulates
-the gradients of its part over the micro-batches. The gradients are final once they are summed
-across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
-mirror these shards. After a failure, the remaining ranks split the state again (`reshard`), from
-the parts that they still have. A part that no remaining rank has is lost: see
+One engine covers three axes (`layouts.py`): `tensor` and `pipeline` use one axis in addition to the
+data axis, and `hybrid` uses all three. The model's layers communicate during passes, along the
+tensor axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank
+accumulates the gradients of its part over the micro-batches. The gradients are final once they are
+summed across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks
+that mirror these shards. After a failure, the remaining ranks split the state again (`reshard`),
+from the parts that they still have. A part that no remaining rank has is lost: see
 docs/strategies/hybrid.md.
 
 `rank_mesh.py` contains the current mesh, and `parts.py` this rank's part of the model. Everything
@@ -130,7 +130,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Detects writes to the pieces on the mesh `_writes_of`."""
+        """Detects writes to the pieces of the mesh in `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
@@ -893,12 +893,13 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes `module` the one that passes use and that `ShardedModel.module` returns."""
+        """Makes passes use `module`, and `ShardedModel.module` return it."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Implements `Engine.clone`: returns a plain module, of the user's classes."""
+        """Implements `Engine.clone`: returns an unsplit copy that consists of the user's own module
+        classes."""
         return self._whole_module(self._whole_state())
 
     @override

@@ -263,8 +263,8 @@ class Blueprint:
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """Returns the positions on the pipeline axis that have a tensor. The first of them counts
-        it."""
+        """Returns the positions on the pipeline axis that have a tensor. The rank at the first of
+        these positions counts the tensor's elements."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
@@ -479,7 +479,8 @@ class Layouts:
 
     def check_start(self, world_size: int, *, ranks_may_come: bool) -> None:
         """Raises ConfigurationError if the model cannot be split across the job's initial ranks.
-        `ranks_may_come`: True if more ranks may join later, which may make use of surplus ranks."""
+        `ranks_may_come`: True if more ranks may join later. Surplus ranks are then allowed, because
+        they may become part of another replica."""
         if self._plan.axes_at_start is not None:
             for template in self._templates:
                 Blueprint(template, self._plan.axes_at_start(world_size))

@@ -116,8 +116,8 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context for applying a committed step. On exit, the step's gradients are dropped, but
-        until the script clears the gradients, it remains known which parameters had one."""
+        """Context for applying a committed step. On exit, drops the step's gradients. Remembers
+        which parameters had one until the script clears the gradients."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +131,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if any parameter has a gradient on another rank, or had one in the last step that
-        the script has not cleared."""
+        """True if any parameter has a gradient on another rank, or had one in the last step and the
+        script has not cleared the gradients."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -368,7 +368,7 @@ class ModelParts(PartitionedState):
 
     def make_whole_again(self, channel: Channel) -> bool:
         """Restores the complete state on all ranks if only some ranks have split it and some may
-        have left. The state is unchanged, because no step was taken since the split. Returns
+        have left. The state is unchanged, because no step has been taken since the split. Returns
         whether this rank had split its state. Must be called on all ranks, within an operation.
         Raises the same errors as `gather`."""
         received = channel.exchange(b"whole" if self.is_whole else b"")

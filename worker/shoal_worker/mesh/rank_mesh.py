@@ -329,7 +329,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # types in the user's module, because each split layer has a class of its own
+        # types in the user's module, because each tensor-parallel layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)

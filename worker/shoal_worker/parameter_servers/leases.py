@@ -62,8 +62,8 @@ class LeaseSource(Protocol):
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
         the order of their leases, one at a time, and report `finished` before they take the next
-        batch. `want`: number of batches; 0 if the script left the loop: then all leased batches are
-        returned, except finished ones and `at_hand`."""
+        batch. `want`: number of batches; 0 if the script has left the loop; all leased batches are
+        then returned, except finished ones and `at_hand`."""
         ...
 
     def at_hand(self, loader: str) -> int:
@@ -100,14 +100,14 @@ class _Block:
     out: list[int] = field(default_factory=list)
     """Batches that the loader has received and not finished. The first one is in progress."""
     finished: list[int] = field(default_factory=list)
-    """Finished batches, whose pushes are acknowledged, that have not been reported to the
-    coordinator yet."""
+    """Finished batches that have not been reported to the coordinator yet. Their pushes have been
+    acknowledged."""
     returned: list[int] = field(default_factory=list)
-    """Returned batches, which were not trained on, that have not been reported to the coordinator
-    yet."""
+    """Batches that are returned without having been trained on, and have not been reported to the
+    coordinator yet."""
     loop_left: bool = False
-    """True if the script is currently not taking batches from the loader; then none are leased in
-    advance."""
+    """True if the script is currently not taking batches from the loader. No batches are then
+    leased in advance."""
     wanted: int = 0
     """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False

@@ -59,7 +59,7 @@ class Persistence:
         started: Callable[[], bool],
         resynchronize: Callable[[], None],
     ) -> None:
-        """Creates the retries.
+        """Prepares to retry calls.
 
         `patience`: maximum time that the server may be unreachable. `closing`: event that is set to
         end all waits. `started`: returns whether all of this worker's tensors on the server have

@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
-"""Maximum number of servers in a job, and so of threads. A thread is started when a server is
-called and no thread is idle."""
+"""Maximum number of servers in a job, and therefore of threads. A thread is started when a server
+is called and no thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 

@@ -88,7 +88,8 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements in one row, which is one index of the first dimension."""
+        """Number of elements in one row. The elements of a row have the same index in the first
+        dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:

@@ -24,7 +24,8 @@ _FOLLOWS: Final = frozenset({"scale", "zero_point"})
 
 
 def find_extremes(module: nn.Module) -> dict[str, Kind]:
-    """Returns the kind of each of a module's buffers that contain minima or maxima, by name."""
+    """Returns the kind (minimum or maximum) of each buffer that contains minima or maxima, by
+    name."""
     found: dict[str, Kind] = {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():

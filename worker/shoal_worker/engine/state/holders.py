@@ -151,7 +151,8 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses among ranks that can all send the same data: the rank that has sent least so far."""
+    """Chooses, among ranks that can all send the same data, the rank that has sent the least so
+    far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()

@@ -64,9 +64,9 @@ def load_optimizer(
     """Loads a complete state dict into an optimizer of unsharded parameters. Moments get the memory
     layout of their parameters.
 
-    torch converts everything except "step" to the parameter's dtype, regardless of the dtype that
-    the optimizer has chosen: float32 sums for bfloat16 parameters, integers, a running product. A
-    rank that receives its peers' state must not lose precision.
+    torch's own `load_state_dict` converts everything except "step" to the parameter's dtype, even
+    if the optimizer has chosen a different dtype (float32 sums for bfloat16 parameters, integers, a
+    running product). A rank that receives its peers' state must not lose precision.
 
     Args:
         exact: True if the state was saved with parameters of the same dtypes, so that its values

@@ -2,9 +2,9 @@
 device.
 
 Values that a script sets, such as a file's contents or another model's values, must be the same on
-all ranks. If they differed, no rank would notice, and each would continue with its own. The ranks
-therefore compare digests of the values before they use them. If one rank cannot read the values, no
-rank uses them.
+all ranks. If they differed, no rank would notice, and each would continue with its own values. The
+ranks therefore compare digests of the values before they use them. If one rank cannot read the
+values, no rank uses them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
     Strategies move each parameter to separate memory, which would split a shared tensor in two.
     `kept`: True if the strategy leaves parameters where they are. Two parameters may then share
-    memory, but not a parameter and a buffer, because buffers are written at the end of a step.
+    memory. A parameter and a buffer may not, because buffers are written at the end of a step.
     """
     members = [
         _Member(

@@ -98,8 +98,8 @@ class Placeholder(torch.Tensor):
     """Represents a value that only another stage has; see the comment above."""
 
     received: torch.Tensor | None = None
-    """The received value that has replaced the placeholder, if any. It is used again if activation
-    checkpointing repeats the forward pass."""
+    """The received value that has replaced the placeholder, if any. Used again if activation
+    checkpointing reruns the forward pass."""
 
     @classmethod
     def __torch_function__(
@@ -434,8 +434,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, for a stage that has only modules after
-        the layers."""
+        """Returns the new forward method of the last layer, for a stage that consists only of
+        modules after the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)

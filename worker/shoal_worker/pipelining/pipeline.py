@@ -184,7 +184,8 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Like `take_through`, but returns the loss of this replica's batch on every rank."""
+        """Runs the passes as `take_through` does, but returns the loss of this replica's batch on
+        every rank."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):

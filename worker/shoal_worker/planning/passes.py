@@ -114,8 +114,9 @@ class Passes:
         """Returns the bytes of `saved`, by module. By default, `saved` is everything that autograd
         keeps from the forward to the backward pass.
 
-        With a `plan`, only one part of each tensor inside a split block counts. Exceptions are the
-        tensors that every rank has in full: the block's input, and its summed output.
+        With a `plan`, only one part of each tensor inside a tensor-parallel block counts.
+        Exceptions are the tensors that every rank has in full: the block's input, and its summed
+        output.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}

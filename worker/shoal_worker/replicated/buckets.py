@@ -7,10 +7,10 @@ ranks that have a gradient of each parameter. If no rank has a gradient, `.grad`
 single process. `.grad` is a view of the bucket, so each gradient is in memory only once.
 
 Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
-together. Compressed all-reduces take two rounds, and the second begins when all have finished the
-first. Even if one fails, all are awaited, because an aborted step is repeated with the same memory,
-and collectives of the old group must not write to it any more. A failure marks the step as failed
-instead of raising an error; `optimizer.step()` then returns LOST.
+together. Compressed all-reduces take two rounds, and the second round begins when all of them have
+finished the first. Even if one all-reduce fails, all of them are awaited, because an aborted step
+is repeated with the same memory, and collectives of the old group must not write to it any more. A
+failure marks the step as failed instead of raising an error; `optimizer.step()` then returns LOST.
 """
 
 from __future__ import annotations

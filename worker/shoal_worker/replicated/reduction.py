@@ -147,8 +147,9 @@ class OverlappedReduction:
         self._reduce(step)
 
     def check_complete(self) -> None:
-        """Checks, in a reduced step, that no parameter was unfrozen during a backward pass, because
-        its gradient would not be summed across ranks; otherwise raises ConfigurationError."""
+        """Checks, in a reduced step, that no parameter has been unfrozen during a backward pass,
+        because its gradient would not be summed across ranks; otherwise raises
+        ConfigurationError."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -445,7 +446,8 @@ class OverlappedReduction:
 
 
 def _share(step: Step) -> Share:
-    """Returns this rank's share of a step. The step's batch must have been handed out."""
+    """Returns this rank's share of the step's global batch. The step's batch must have been handed
+    out."""
     assert step.share is not None
     return step.share
 

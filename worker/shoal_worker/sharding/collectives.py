@@ -210,7 +210,7 @@ class SessionCollectives:
 
     @property
     def _group(self) -> Group | None:
-        """Group of all ranks that share the model."""
+        """Group of all ranks that train the model."""
         return self._session.group
 
     @property

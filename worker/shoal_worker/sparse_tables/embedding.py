@@ -31,12 +31,12 @@ from torch.nn import functional
 from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
-"""Maximum size of a bucket, in bytes, in a table with a known number of rows, if `buckets` is not
-given."""
+"""Maximum size of a bucket, in bytes, in a table with a known number of rows. Used if `buckets` is
+not given."""
 _SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
-"""Minimum number of rows per bucket, if `buckets` is not given."""
+"""Minimum number of rows per bucket. Used if `buckets` is not given."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -127,28 +127,37 @@ class SparseEmbedding(nn.Module):
         buckets: int | None = None,
     ) -> None:
         """
-        Args:
-            num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are any
-                64-bit numbers, such as hashes.
-            embedding_dim: number of elements in a row, in float32; 1 to 16384.
-            name: name of the table; must be the same in all workers, and different from the names
-                of all parameters.
-            optimizer: function that creates the optimizer for the rows: torch.optim.SGD,
-                torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without
-                momentum or weight decay.
-            seed: seed of the initial values, 0 to 2**64 - 1.
-            initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
-                "zeros".
-            scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which does
-                not accept any other scale.
-            max_rows: maximum number of rows that the table keeps, divided among the buckets. The
-                least recently pushed rows are evicted first, and return to their initial values. 0:
-                no limit.
-            max_age: number of steps that a row is kept without a push before it is evicted;
-                eviction may be up to a sixteenth later. 0: rows are never evicted for their age.
-            buckets: number of partitions that the rows are divided into, 1 to 1024, of at most 256
-                MiB each. None: 16; with `num_embeddings`, enough that no partition exceeds 64 MiB,
-                and at least 4; with `max_rows`, few enough that each keeps 256 rows or more.
+        Args: num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are
+
+        any 64-bit numbers, such as hashes. embedding_dim: number of elements in a row, in float32;
+
+        1 to 16384. name: name of the table; must be the same in all workers, and different from
+
+        the names of all parameters. optimizer: function that creates the optimizer for the rows:
+
+        torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad,
+
+        without momentum or weight decay. seed: seed of the initial values, 0 to 2**64 - 1.
+
+        initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
+
+        "zeros". scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which
+
+        does not accept any other scale. max_rows: maximum number of rows that the table keeps,
+
+        divided among the buckets. The least recently pushed rows are evicted first, and return to
+
+        their initial values. 0: no limit. max_age: number of steps that a row is kept without a
+
+        push before it is evicted; eviction may happen up to a sixteenth of this number later. 0:
+
+        rows are never evicted for their age. buckets: number of partitions that the rows are
+
+        divided into, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings`, enough
+
+        that no partition exceeds 64 MiB, and at least 4; with `max_rows`, few enough that each
+
+        keeps 256 rows or more.
 
         Raises:
             ConfigurationError: an invalid value.

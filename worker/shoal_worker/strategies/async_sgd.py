@@ -44,8 +44,8 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 class AsyncSGDModel(ShardedModel):
     """A worker's copy of the model, with values from the parameter servers.
 
-    When the first step begins, the servers receive rank 0's values, or those of a checkpoint that
-    `shoal.resume` has loaded. From then on, the servers' values are the model's values.
+    When the first step begins, the servers receive rank 0's values, or the values of a checkpoint
+    that `shoal.resume` has loaded. From then on, the servers' values are the model's values.
     """
 
     declaration: ClassVar[Strategy] = Strategy(
@@ -65,7 +65,7 @@ class AsyncSGDModel(ShardedModel):
     @property
     def steps_in_round(self) -> int:
         """Number of steps since the last push, with `inner_steps=`; 0: this worker has not changed
-        the values since its last pull."""
+        the parameters since its last pull."""
         return cast(AsyncEngine, self.engine).steps_in_round
 
 
@@ -82,6 +82,6 @@ class AsyncSGDOptimizer(ShardedOptimizer):
 
     @property
     def last_staleness(self) -> float:
-        """Staleness of the last push: the number of pushes by other workers that the servers
-        applied between this worker's pull and its push, as the maximum over all partitions."""
+        """Staleness of the last push: the number of other workers' pushes that the servers applied
+        after this worker's pull and before its push. The maximum over all partitions."""
         return self._session.progress.staleness

@@ -31,8 +31,8 @@ _OWN: Final = ("id", "resume", "reinit", "resume_from", "fork_from")
 """Arguments of `wandb.init` that determine which W&B run the rows belong to. Users may not set
 them."""
 _FINISH_S: Final = 20.0
-"""Maximum time that the end of a run waits for W&B to send all rows, in seconds. The rows remain in
-the run's directory, for `wandb sync`."""
+"""Maximum time, in seconds, to wait at the end of a run for W&B to send all rows. The rows remain
+in the run's directory, for `wandb sync`."""
 _FLUSH: Final = ("x_transaction_log_flush_interval", 1.0)
 """W&B's setting for the interval between writes to the run's directory, in seconds."""
 _BLOCK: Final = 32 * 1024

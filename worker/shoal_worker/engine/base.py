@@ -62,7 +62,7 @@ class Setup:
     `Engine.train_step` calls `model`."""
 
     strategy: str
-    """Strategy's name, for errors and metadata."""
+    """Name of the strategy. Used in errors and metadata."""
     module: nn.Module
     """The user's own module, unsharded."""
     call: Callable[..., Any]
@@ -132,8 +132,8 @@ class Engine(TrainingEngine):
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
         """Returns a function that runs a forward pass with the module's method `name` in place of
-        its `forward` (`register_forward_method`). It behaves as `Engine.forward`, or as
-        `Engine.forward_frozen` if `frozen`."""
+        its `forward` (`register_forward_method`). That function otherwise behaves like
+        `Engine.forward` or, if `frozen`, like `Engine.forward_frozen`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -229,8 +229,9 @@ class Engine(TrainingEngine):
     # --------------------------------------------------------------------- for ShardedModel: values
 
     def check_values_here(self, call: str, instead: str) -> None:
-        """Checks that this rank has all values of the module; otherwise raises PreconditionError.
-        `call`, `instead`: user's call that needs the values, and an alternative, for the error."""
+        """Checks that this rank has the values of all parameters; otherwise raises
+        PreconditionError. `call`, `instead`: the user's call that needs these values, and an
+        alternative call. Both are named in the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
@@ -254,14 +255,14 @@ class Engine(TrainingEngine):
         )
 
     def _whole_state(self) -> Mapping[str, Any]:
-        """Returns copies of the module's complete state, including parameters that its own
+        """Returns copies of the module's complete state, including parameters that the module's own
         `state_dict()` omits."""
         return copy.deepcopy(ModuleState(self.module).captured())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, or this rank's parts of the parameters, by name
-        (`ShardedModel.local_shard`)."""
+        """This rank's parameters by name. If parameters are split across ranks, only this rank's
+        parts of them (`ShardedModel.local_shard`)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -357,7 +358,7 @@ class Engine(TrainingEngine):
         `name`: its name; empty: none."""
 
     def skip(self) -> None:
-        """Records that a committed step has no update because a GradScaler found its gradients
+        """Records that a committed step has no update, because a GradScaler found its gradients
         unusable. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
@@ -509,7 +510,7 @@ class Engine(TrainingEngine):
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the tensors that this rank's optimizer updates, by parameter name."""
+        """Yields the tensors that this rank's optimizer updates, each with its parameter's name."""
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:

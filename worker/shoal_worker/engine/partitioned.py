@@ -84,14 +84,14 @@ class ShardedCommitPayload(CommitPayload):
 
 
 class CommitSum:
-    """Several float64 vectors that are summed across ranks in one all-reduce. Each has the same
-    length on all ranks."""
+    """Several float64 vectors that are summed across ranks in one all-reduce. Each vector has the
+    same length on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """Packs the vectors into the input of the all-reduce, on the CPU."""
+        """Packs the vectors into one tensor on the CPU, which is the input of the all-reduce."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -138,7 +138,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields this rank's own piece of each parameter, by name."""
+        """Yields this rank's own piece of each parameter, with the parameter's name."""
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._own_pieces() if self._parts is not None else ()
@@ -177,8 +177,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """Called after the optimizer has updated this rank's part, for example to gather
-        parameters.
+        """Called after the optimizer has updated this rank's part. May gather the updated
+        parameters, for example.
         """
 
     # ---------------------------------------------------------------------------------------- start
@@ -217,8 +217,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """Creates the state if the module has values. Called at the end of each engine's
-        constructor, and again when a module on the meta device receives values."""
+        """Creates the state if the module is not on the meta device. Called at the end of each
+        engine's constructor, and again once a module on the meta device has been given memory and
+        values."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -250,8 +251,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer and registers the engine with the session. In the optimizer's
-        groups, this rank's pieces replace the parameters, in the first step at the latest.
+        """Attaches the optimizer and registers the engine with the session. No later than in the
+        first step, this rank's pieces replace the parameters in the optimizer's groups.
         """
         self.optimizer = optimizer
         if optimizer is not None:
@@ -277,8 +278,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Trains on a batch, which is the same on all ranks of a replica, and returns the loss. The
         loss is sent with the commit all-reduce.
 
-        In `loader.steps()` the batch is a micro-batch. Returns the micro-batch's own loss, on every
-        rank of the replica.
+        In `loader.steps()` the batch is a micro-batch. In this case, returns the loss of the
+        micro-batch on every rank of the replica.
         """
         session = self._session
         mean_loss = self._take_pass(inputs, targets, loss_fn)

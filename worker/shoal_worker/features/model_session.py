@@ -66,7 +66,7 @@ class ModelSession:
             self._session.attach(self._together(self._session, self._peers))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is this model's own engine, not that of a clone."""
+        """Returns whether `engine` is this model's own engine, and not the engine of a clone."""
         return engine is self.engine
 
     @property

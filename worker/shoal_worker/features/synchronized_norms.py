@@ -128,7 +128,7 @@ class NormsOfRanks:
 
     @torch.no_grad()
     def sum(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Sums all ranks' flat tensors, in rank order. Returns None if the step is lost."""
+        """Sums the flat tensors of all ranks in rank order. Returns None if the step is lost."""
         rows = self._gather(own)
         return rows.sum(0) if rows is not None else None
 

@@ -409,7 +409,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """Returns a module that computes meaningless outputs, for a rank that cannot reach its
+        """Returns a module that computes meaningless outputs, because this rank cannot reach its
         peers. Returns the module itself if it is not split."""
         if not self.is_sharded:
             return self.module
@@ -725,7 +725,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
-        """Returns the detector of writes to the pieces, for the current mesh."""
+        """Returns the detector of writes to the pieces of the current mesh."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
             compared, whole = (

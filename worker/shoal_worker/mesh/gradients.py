@@ -258,7 +258,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Does nothing: replicated gradients are summed once per step, by `sum_over`."""
+        """Does nothing: `sum_over` sums replicated gradients once per step."""
 
     @override
     def sum_over(self, replicas: Group) -> None:

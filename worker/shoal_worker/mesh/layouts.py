@@ -83,7 +83,7 @@ class Axes:
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yields the axis, name and ranks of each group of ranks along an axis, in the same order
+        """Yields each group of ranks along an axis, as (axis, name, ranks). The order is the same
         on every rank."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
@@ -263,8 +263,8 @@ class Blueprint:
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """Returns the positions on the pipeline axis that have a tensor. The rank at the first of
-        these positions counts the tensor's elements."""
+        """Returns the positions on the pipeline axis whose ranks have a tensor. The rank at the
+        first of these positions counts the tensor's elements."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
@@ -350,7 +350,7 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Returns a state dict of zeros, for a module whose outputs are not used."""
+    """Returns a state dict of zeros. Used for a module whose outputs are ignored."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 

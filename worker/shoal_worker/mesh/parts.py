@@ -66,8 +66,8 @@ class HiddenParameters:
     """Hides the parameters of one module, on its current mesh, between passes."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """Prepares to hide the parameters of one module. `parameters`: all parameters, including
-        those of other ranks, which are on the meta device."""
+        """Prepares to hide the parameters of one module. `parameters`: all parameters of the
+        module. Parameters of other ranks are on the meta device."""
         self._whereabouts = whereabouts
         self._all = [
             (parameter, HiddenParameter(name, whereabouts))
@@ -240,8 +240,9 @@ class ModelParts(PartitionedState):
     # ------------------------------------------------------------------------------------ splitting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """Collects this rank's part of the state for new axes, for `lay_out`. Must be called on
-        every rank of `channel`. `at`: this rank's position on the new axes; None: it gets no part.
+        """Collects this rank's part of the state on new axes, which is the input of `lay_out`. Must
+        be called on every rank of `channel`. `at`: this rank's position on the new axes; None: it
+        gets no part.
 
         Does not change the current state, because the collection may fail at any time. No rank ever
         has more than a few unsplit tensors."""
@@ -333,7 +334,7 @@ class ModelParts(PartitionedState):
         return common
 
     def held(self) -> list[RankParts]:
-        """Returns this rank's parts, the newest first, for `gather`."""
+        """Returns this rank's parts, the newest first. They are the input of `gather`."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
 
@@ -381,8 +382,8 @@ class ModelParts(PartitionedState):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the complete state, assembled from the ranks' parts, for `take_whole`. Must be
-        called on all ranks. Raises the same errors as `gather`."""
+        """Assembles the complete state from the ranks' parts and returns it. Must be called on all
+        ranks. Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all ranks have the state; this rank's part is needed until then
         return state

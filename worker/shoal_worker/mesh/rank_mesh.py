@@ -209,8 +209,8 @@ class RankMesh:
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
         """Runs a batch through the pipeline, and accumulates gradients and changes of buffers.
-        Returns the batch's loss or, without `everywhere`, None on all ranks except the last
-        stage's.
+        Returns the batch's loss. Without `everywhere`, ranks that do not have the last stage return
+        None instead.
 
         Raises:
             MembershipChanged: a rank failed or left.
@@ -302,8 +302,8 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """Discards the step's gradients, both the optimizer's and the module's. Does not
-        communicate, because the group may have ended."""
+        """Discards the step's gradients in the optimizer and in the module. Does not communicate,
+        because the group may have ended."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()

@@ -66,8 +66,8 @@ class Job:
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """Time that this worker waits for a slower worker before it notifies the coordinator, in
-        case the slower worker is stuck."""
+        """Time that this worker waits for a slower worker before it reports this to the
+        coordinator, because the slower worker may be stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._interceptors = interceptors

@@ -459,7 +459,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
 
 
 class LocalLeases:
-    """Leases if this process is the only worker: all batches of an epoch, in order."""
+    """Leases for a process that is the only worker: all batches of an epoch, in order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)

@@ -34,8 +34,8 @@ class Pushed:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     """One iteration that is being sent to the servers. Its progress is kept if partitions move to
-    other servers in the middle. Each partition's entries belong to the thread that calls the
-    partition's server.
+    other servers before it is complete. Each partition's entries belong to the thread that calls
+    the partition's server.
     """
 
     iteration: Iteration

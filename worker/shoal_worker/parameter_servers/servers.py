@@ -205,8 +205,8 @@ class ParameterServers:
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """Returns each server's response, in the order of the links. If partitions have moved,
-        calls all servers again."""
+        """Calls `call` with each link and returns the servers' responses in the order of the links.
+        If partitions have moved, calls all servers again."""
         self._job.waits.trains()
         if self._prefetch is not None:
             with self._job.waits.collects():

@@ -324,8 +324,9 @@ accumulation."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
-    """Adds `factor` times the second tensor of each pair to the first, in the first tensor's dtype.
-    Uses few kernels on a device. The result is the same as with sequential additions."""
+    """Multiplies the second tensor of each pair by `factor` and adds the result to the first, in
+    the first tensor's dtype. Uses few kernels on a device. The result is the same as with
+    sequential additions."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:

@@ -13,7 +13,7 @@ linearity the sum is correct. A failed collective is recorded and does not raise
 torch's own reducer is not used, for two reasons. It cannot complete a pass with unused parameters
 unless it searches the model's output for them. If ranks differ in their unused parameters, their
 collectives do not match, and Gloo terminates the processes. Moreover, its buckets follow the order
-of the first pass, which a joiner does not know.
+of the first pass, which a joiner has not seen.
 
 Buffer changes are part of the last bucket. With compression, only gradients are compressed: all
 additional data in the buckets is sent separately, in one all-reduce.

@@ -107,7 +107,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     _payload_type = ShardedCommitPayload
     _execution: ShardedExecution
-    """Gathers and reduces units in the passes. Created once the module has values."""
+    """Gathers and reduces units in the passes. Created once the module is no longer on the meta
+    device."""
 
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None

@@ -440,8 +440,8 @@ class ShardedExecution:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Forgets the order of blocks, and that all ranks know a pass's collectives, because the
-        ranks of a new group may differ."""
+        """Clears the order of blocks. Also records that the ranks of the new group may not all know
+        the collectives of a pass."""
         self._order = []
         self._visited = []
         self._all_know = False

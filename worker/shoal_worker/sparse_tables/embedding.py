@@ -211,7 +211,7 @@ class SparseEmbedding(nn.Module):
     def prefetch(self, ids: torch.Tensor) -> None:
         """Prefetches the rows of a future batch in the background; returns immediately. The first
         lookup whose ids are all among `ids` uses the prefetched rows, which do not include later
-        pushes, not even this worker's."""
+        pushes, not even pushes of this worker."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:

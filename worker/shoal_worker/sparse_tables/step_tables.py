@@ -118,7 +118,7 @@ class _Step:
     """Number of pushing ranks, and this rank's index among them, when it last pushed its share;
     None if it has not pushed yet."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions that, as far as this rank knows, have not received the step's push."""
+    """Partitions that are not yet known to have received the step's push."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)

@@ -55,9 +55,9 @@ class Target:
 
 
 def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
-    """Parses an init method. Raises ConfigurationError that names the missing or wrong part.
+    """Parses an init method. Raises a ConfigurationError that names the missing or invalid part.
 
-    `environment`: environment variables; by default, those of this process.
+    `environment`: environment variables; by default, the variables of this process.
     """
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)

@@ -2,8 +2,8 @@
 pieces of parameters.
 
 The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
-mirrors. If a script read a norm, a shape or a number of elements from its groups, it would get
-those of the pieces. The groups that a script receives therefore combine the settings of the
+mirrors. If a script read a norm, a shape or a number of elements from its groups, the result would
+describe the pieces. The groups that a script receives therefore combine the settings of the
 optimizer's groups (reads and writes are forwarded) with the model's own parameters, which the
 script passed to the optimizer. These parameters are either unsharded, or raise an error that names
 the function to call (`hidden_parameters.py`).

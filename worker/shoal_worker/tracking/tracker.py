@@ -102,7 +102,7 @@ class Tracker:
         self._before = Standing.of(session)
         self._ended = threading.Event()
         """Set when this rank leaves the run, or its process ends."""
-        # runs after callbacks that are registered later, such as the one that waits for a
+        # runs after callbacks that are registered later, such as the callback that waits for a
         # checkpoint
         session.on_close(self._end)
         if not everywhere:

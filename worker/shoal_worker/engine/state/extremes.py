@@ -78,9 +78,9 @@ class Extremes:
         kinds: Mapping[str, Kind],
         followers: Iterable[nn.Module],
     ) -> None:
-        """`places`: full name, owner and local name of each buffer. `kinds`: minimum or maximum, by
-        full name. `followers`: fake-quantization modules, whose scale and zero point are
-        recomputed."""
+        """`places`: full name, owner and local name of each buffer. `kinds`: whether each buffer is
+        a minimum or a maximum, by full name. `followers`: fake-quantization modules, whose scale
+        and zero point are recomputed."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
@@ -131,8 +131,8 @@ class Extremes:
         ).encode()
 
     def agree(self, received: Sequence[bytes]) -> None:
-        """Combines the extremes of all ranks, for `write`. `received`: each rank's result of
-        `made`. Raises ConfigurationError on all ranks if shapes differ."""
+        """Combines the extremes of all ranks, which `write` then writes to the buffers. `received`:
+        each rank's result of `made`. Raises ConfigurationError on all ranks if shapes differ."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {

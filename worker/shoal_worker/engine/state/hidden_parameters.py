@@ -12,8 +12,8 @@ own lazy parameters do:
   its `.grad` exists, and raises whenever it is used.
 
 In passes they are plain parameters (`show`). This costs two changes of class per parameter per
-step, and does not slow down the computation. This module does not know how parameters are sharded;
-the callers decide when to hide them.
+step, and does not slow down the computation. This module is independent of how parameters are
+sharded; the callers decide when to hide them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GRADIENT: Final[Any] = torch.Tensor.grad
 """torch's own property `.grad`, overridden by the subclasses below."""
 
 inside = DisableTorchFunctionSubclass
-"""Context in which operations on hidden parameters do not raise errors, for internal code."""
+"""Context for internal code, in which operations on hidden parameters do not raise errors."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
@@ -364,8 +364,9 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
-    """Makes Shoal's post-accumulate-grad hooks run after the user's, even if those were registered
-    later. Does nothing within a backward pass, because torch is using the hooks at that time.
+    """Makes Shoal's post-accumulate-grad hooks run after the user's hooks, even if the user has
+    registered them later. Does nothing within a backward pass, because torch is using the hooks at
+    that time.
 
     hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
     """

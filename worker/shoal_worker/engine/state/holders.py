@@ -51,7 +51,7 @@ class Claim(Generic[Place]):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """Planned copy, to another rank, of a shard that only one rank has."""
+    """Plan to copy a shard that only one rank has to another rank."""
 
     place: Place
     sender: int

@@ -244,7 +244,8 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields the buffers without memory for their value in `values`, as (owner, name, value)."""
+    """Yields the buffers for which memory must be allocated before their value in `values` can be
+    loaded, as (owner, name, value)."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

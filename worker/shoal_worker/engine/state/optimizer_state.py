@@ -20,9 +20,9 @@ _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
 
 
 def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value of the optimizer's state has one element per element of the parameter
-    and is sharded with it, as a moment is and a step count is not. `key`: the value's name in the
-    state. `shape`: shape of the parameter, or of its local part."""
+    """Returns whether a value of the optimizer's state has one element for each element of the
+    parameter, and is therefore sharded with it. True for moments, but not for step counts. `key`:
+    the value's name in the state. `shape`: shape of the parameter, or of its local part."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape

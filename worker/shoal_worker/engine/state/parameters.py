@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Converts the argument of `with_parameters` to values by name. `own`: the model's unsharded
-    parameters, in order.
+    """Converts the argument of `with_parameters` to a dict of values by parameter name. `own`: the
+    model's unsharded parameters, in order.
 
     Raises:
         ConfigurationError: a name, a shape or the number of elements does not match.
@@ -254,7 +254,7 @@ T = TypeVar("T")
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     """Returns the result of `read` after checking, in a collective operation, that all ranks have
-    the same result. `kind`: the user's call, for errors.
+    the same result. `kind`: the user's call, which errors name.
 
     Raises:
         ConfigurationError: the results differ between ranks, or `read` failed on another rank.
@@ -299,8 +299,8 @@ def has_values(module: nn.Module) -> bool:
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that state_dict omits (persistent=False), by name. They are sent to peers
-    with the state, because a peer that has no values for them, or has initialized them randomly,
-    would compute different results.
+    with the state, because a peer whose buffers are uninitialized, or have been initialized
+    randomly, would compute different results.
     """
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {

@@ -349,8 +349,8 @@ class WrittenParameters:
         self._seen, self._updating, self._committed = [], False, None
 
     def _lacking(self, changed: list[int]) -> list[str]:
-        """Returns the names of those written parameters whose values at the step's beginning were
-        not kept."""
+        """Returns the names of the written parameters whose values at the step's beginning were not
+        kept."""
         return [self._named[index][0] for index in changed if index not in self._copies]
 
     def _write_back(self, changed: list[int]) -> None:
@@ -403,7 +403,7 @@ class SampledElements:
         """Index of each sampled element's tensor."""
 
     def take(self) -> torch.Tensor:
-        """Returns a copy of the sampled elements' bits, in one dtype."""
+        """Returns a copy of the sampled elements' bits, all converted to one dtype."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             self._addresses, self._views, self._owners = addresses, [], []

@@ -223,7 +223,7 @@ class InShards(DataAxis):
             blocks: with `Stage.PARAMETERS`, modules that are gathered for their own passes, the
                 outermost first, with the names of their pieces; None: `gather` gathers all pieces.
             prefetch: number of blocks gathered ahead.
-            whereabouts: location of the model's hidden parameters.
+            whereabouts: state shared by the model's hidden parameters.
         """
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives

@@ -121,7 +121,7 @@ TENSOR_OPTIONS: Final = frozenset(
     }
 )
 PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
-"""Keyword arguments of `as_distributed` that control how a model is split."""
+"""Keyword arguments of `as_distributed` that apply to pipelines."""
 
 
 def meta_copy(module: nn.Module) -> nn.Module:

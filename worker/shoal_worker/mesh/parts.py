@@ -180,7 +180,7 @@ class ModelParts(PartitionedState):
         whereabouts: Whereabouts,
     ) -> None:
         """Wraps a module. `checkpointed`: names of modules with activation checkpointing.
-        `whereabouts`: location of the hidden parameters."""
+        `whereabouts`: state shared by the model's hidden parameters."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None

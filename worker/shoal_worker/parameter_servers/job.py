@@ -230,7 +230,7 @@ class Job:
 
     def server_client(self, address: str) -> ParameterServerClient:
         """Returns a client for the server at `address`, which calls it as this worker. The client
-        is closed once a new server has replaced this server, which then no longer responds."""
+        is closed once a new server has replaced this server and this server no longer responds."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel,

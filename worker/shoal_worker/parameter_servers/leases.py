@@ -96,9 +96,9 @@ class _Block:
     batches_in_epoch: int
     first_key: int = 0
     leased: deque[int] = field(default_factory=deque)
-    """Leased batches that the loader has not received."""
+    """Leased batches that the loader has not received yet."""
     out: list[int] = field(default_factory=list)
-    """Batches that the loader has received and not finished. The first one is in progress."""
+    """Batches that the loader has received but not finished yet. The first one is in progress."""
     finished: list[int] = field(default_factory=list)
     """Finished batches that have not been reported to the coordinator yet. Their pushes have been
     acknowledged."""

@@ -51,10 +51,12 @@ def sum_shared(
     """Sets the gradient of each copy of a shared parameter to the sum of all copies' gradients,
     added in the order of the stages.
 
-    Args: shared: all shared parameters of the model; must be the same on every rank. rank_of: the
-    rank of each stage. parameters: parameters of this rank, by name; a tied parameter may be under
-    any of its names. links: connections to the pipeline's ranks. here: for each shared parameter,
-    whether any rank has a gradient of it.
+    Args:
+        shared: all shared parameters of the model; must be the same on every rank.
+        rank_of: the rank of each stage.
+        parameters: parameters of this rank, by name; a tied parameter may be under any of its names.
+        links: connections to the pipeline's ranks.
+        here: for each shared parameter, whether any rank has a gradient of it.
     """
     for one, exists in zip(shared, here, strict=True):
         ranks = list(dict.fromkeys(rank_of[stage] for stage in one.stages))

@@ -29,8 +29,8 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter for a function that has as many operations as another torch function with
-    the same first arguments."""
+    """Returns a counter for a function that has as many operations as `known`, a torch function
+    with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)

@@ -239,9 +239,9 @@ class OverlappedReduction:
             self._send(self._buckets[self._next], step)
 
     def _before(self, slot: Slot) -> None:
-        """Before autograd adds to a gradient that is already summed across ranks, scales it by this
-        rank's fraction of the weight, so that the next reduction does not multiply it by the number
-        of ranks. Used with `loss_reduction="sum"`."""
+        """Scales a gradient that is already summed across ranks by this rank's fraction of the
+        weight, before autograd adds to it. Otherwise the next reduction would multiply it by the
+        number of ranks. Used with `loss_reduction="sum"`."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False

@@ -174,8 +174,8 @@ class ShardedExecution:
     ) -> None:
         """`units`: the modules that are gathered together, outermost first, each with the units of
         its parameters (separate for each dtype, and for trained and frozen parameters).
-        `whereabouts`: record of where the model's hidden parameters are; None if they do not belong
-        to a model. `prefetch`: number of blocks gathered ahead."""
+        `whereabouts`: state shared by the model's hidden parameters; None if they do not belong to
+        a model. `prefetch`: number of blocks gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()

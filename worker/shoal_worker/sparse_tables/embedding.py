@@ -127,37 +127,29 @@ class SparseEmbedding(nn.Module):
         buckets: int | None = None,
     ) -> None:
         """
-        Args: num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are
-
-        any 64-bit numbers, such as hashes. embedding_dim: number of elements in a row, in float32;
-
-        1 to 16384. name: name of the table; must be the same in all workers, and different from
-
-        the names of all parameters. optimizer: function that creates the optimizer for the rows:
-
-        torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad,
-
-        without momentum or weight decay. seed: seed of the initial values, 0 to 2**64 - 1.
-
-        initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
-
-        "zeros". scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which
-
-        does not accept any other scale. max_rows: maximum number of rows that the table keeps,
-
-        divided among the buckets. The least recently pushed rows are evicted first, and return to
-
-        their initial values. 0: no limit. max_age: number of steps that a row is kept without a
-
-        push before it is evicted; eviction may happen up to a sixteenth of this number later. 0:
-
-        rows are never evicted for their age. buckets: number of partitions that the rows are
-
-        divided into, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings`, enough
-
-        that no partition exceeds 64 MiB, and at least 4; with `max_rows`, few enough that each
-
-        keeps 256 rows or more.
+        Args:
+            num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are any
+                64-bit numbers, such as hashes.
+            embedding_dim: number of elements in a row, in float32; 1 to 16384.
+            name: name of the table; must be the same in all workers, and different from the names
+                of all parameters.
+            optimizer: function that creates the optimizer for the rows: torch.optim.SGD,
+                torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without
+                momentum or weight decay.
+            seed: seed of the initial values, 0 to 2**64 - 1.
+            initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
+                "zeros".
+            scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which does
+                not accept any other scale.
+            max_rows: maximum number of rows that the table keeps, divided among the buckets. The
+                least recently pushed rows are evicted first, and return to their initial values. 0:
+                no limit.
+            max_age: number of steps that a row is kept without a push before it is evicted;
+                eviction may happen up to a sixteenth of this number later. 0: rows are never
+                evicted for their age.
+            buckets: number of partitions that the rows are divided into, 1 to 1024, of at most 256
+                MiB each. None: 16; with `num_embeddings`, enough that no partition exceeds 64 MiB,
+                and at least 4; with `max_rows`, few enough that each keeps 256 rows or more.
 
         Raises:
             ConfigurationError: an invalid value.

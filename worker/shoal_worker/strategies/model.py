@@ -252,9 +252,9 @@ class ShardedModel(nn.Module):
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Context for a loss that is computed outside of a model with `loss_parallel=True`, whose
-        logits are split along the vocabulary. `train_step` enters this context itself. Without that
-        option, the context has no effect."""
+        """Returns a context for computing a loss outside of a model with `loss_parallel=True`,
+        because the logits of such a model are split along the vocabulary. `train_step` enters this
+        context itself. Without that option, the context has no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:

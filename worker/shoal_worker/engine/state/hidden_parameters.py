@@ -287,7 +287,7 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `tell` with the unsharded shape if that differs from the
-    tensor's own shape, and torch's function otherwise."""
+    tensor's own shape, and calls torch's function otherwise."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:

@@ -289,7 +289,7 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     return value
 
 
-# ---------------------------------------------------------------------- models built without values
+# ------------------------------------------------------------------------ models on the meta device
 
 
 def has_values(module: nn.Module) -> bool:

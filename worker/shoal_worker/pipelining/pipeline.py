@@ -54,7 +54,8 @@ def sum_shared(
     Args:
         shared: all shared parameters of the model; must be the same on every rank.
         rank_of: the rank of each stage.
-        parameters: parameters of this rank, by name; a tied parameter may be under any of its names.
+        parameters: parameters of this rank, by name. A tied parameter may be under any of its
+            names.
         links: connections to the pipeline's ranks.
         here: for each shared parameter, whether any rank has a gradient of it.
     """

@@ -148,8 +148,8 @@ class Unit:
             placement: memory for the shards; None: on the parameters' device.
             leaves: tensors whose gradients autograd accumulates: DTensors around the parameters, or
                 the parameters themselves; None: the parameters.
-            whereabouts: state shared by the model's hidden parameters; None if they do not belong to
-                a model.
+            whereabouts: state shared by the model's hidden parameters; None if they do not belong
+                to a model.
         """
         self.name = name
         self.parameters = tuple(parameters)

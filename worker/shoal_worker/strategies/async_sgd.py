@@ -8,9 +8,10 @@ slowest ("ssp"), or every worker for all others ("bsp"). A worker that fails or 
 disturb the others. A failed worker's batch is leased to another worker and applied exactly once to
 each partition, regardless of what the failed worker had already pushed
 (docs/explanation/parameter-servers.md#leased-batches). The price is staleness: other workers change
-the values while a worker computes its gradient, so the result differs from a single process. (Dean
-et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
+the values while a worker computes its gradient, so the result differs from the result on a single
+process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the
+bound.)
 
 Cost per worker: memory for parameters and gradients; the optimizer's state is on the servers.
 Traffic per step: 2P bytes, P for the gradients sent and P for the values received. With

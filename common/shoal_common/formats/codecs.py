@@ -296,7 +296,8 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
             )
     if data.nbytes != (expected := powersgd_bytes(shapes, ranks)):
         raise InvalidRequestError(
-            f"a POWERSGD payload has {data.nbytes} bytes, but its ranks imply {expected}",
+            f"a POWERSGD payload has {data.nbytes} bytes; expected {expected} for the matrix ranks "
+            "that it specifies",
             reason="PAYLOAD_SIZE_MISMATCH",
         )
     at, begin = len(shapes), 0

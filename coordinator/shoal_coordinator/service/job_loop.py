@@ -197,7 +197,7 @@ class JobLoop:
             _answer_all(
                 [submitted],
                 UnavailableError(
-                    "the caller no longer waits for this request",
+                    "the caller is no longer waiting for this request",
                     reason=Refusal.STORAGE_UNAVAILABLE,
                 ),
             )

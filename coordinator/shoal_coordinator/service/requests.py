@@ -528,7 +528,7 @@ def _parse_table(name: str, shape: tuple[int, ...], message: pb.TensorSpec) -> T
     table = TableSpec.of_message(message.table)
     if message.dtype != "float32" or message.frozen or message.apart:
         raise InvalidRequestError(
-            f"table {name!r}: expected dtype float32, without frozen or apart"
+            f"table {name!r}: expected dtype='float32', frozen=false and apart=false"
         )
     if problem := wrong_shape(shape) or table.contradiction():
         raise InvalidRequestError(f"table {name!r}: {problem}")

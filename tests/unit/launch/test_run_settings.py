@@ -122,7 +122,7 @@ def test_a_script_that_is_not_there_is_refused_before_anything_starts() -> None:
 
 
 def test_a_module_is_run_by_python() -> None:
-    with pytest.raises(ConfigurationError, match="exclude each other"):
+    with pytest.raises(ConfigurationError, match="cannot be combined"):
         worker_command("train", [], module=True, python=False)
 
 

@@ -317,7 +317,7 @@ def test_a_batch_is_cut_into_sizes_that_differ_by_one_and_merged_again() -> None
     assert torch.equal(merge_outputs([one.inputs["x"] for one in parts], [3, 2, 2]), inputs["x"])
     assert float(merge_outputs([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])) == 2.0
     assert len(cut_batch(torch.zeros(2, 1), count=4)) == 2
-    with pytest.raises(ConfigurationError, match=r"a batch of \[3, 7\] rows"):
+    with pytest.raises(ConfigurationError, match="tensors have 3 and 7 rows"):
         cut_batch(torch.zeros(3), torch.zeros(7), count=2)
     with pytest.raises(ConfigurationError, match="the batch has 0 rows"):
         cut_batch(torch.zeros(0, 2), count=2)

@@ -711,10 +711,10 @@ def _refuse(written: Sequence[str], when: str) -> None:
     `when`: when it wrote to them, for the error."""
     if written:
         raise ConfigurationError(
-            f"parameter {written[0]!r} was written {when}: with strategy='async_sgd' the next "
-            "values from the parameter servers overwrite it. Write parameters before the first "
-            "step, change a copy (model.clone(), AveragedModel), keep what a loop writes in a "
-            "buffer, or use strategy='ddp'",
+            f"parameter {written[0]!r} was written {when}; with strategy='async_sgd', the next "
+            "values from the parameter servers will overwrite it. Modify parameters before the "
+            "first step, modify a copy (model.clone(), AveragedModel), use a buffer for values "
+            "that the training loop sets, or use strategy='ddp'",
             reason="PARAMETERS_WRITTEN",
         )
 

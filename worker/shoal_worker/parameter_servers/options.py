@@ -447,7 +447,6 @@ class ServerOptimizer:
                     value = dict(after)[name]
                     changed = bool(value) if name in self._declared.switches else value
                     raise ConfigurationError(
-                        f"{name} was changed to {changed} while the optimizer is running, but it "
-                        "determines which state the servers keep, so it cannot change; set it "
-                        "before as_distributed"
+                        f"{name} was changed to {changed} after as_distributed, but it determines "
+                        "which state the servers keep; set it before as_distributed"
                     )

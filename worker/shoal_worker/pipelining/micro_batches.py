@@ -165,11 +165,16 @@ def cut_batch(
         raise ConfigurationError(f"micro_batches={count}: expected at least 1")
     leaves, structure = pytree.tree_flatten((inputs, targets))
     sizes = {one.shape[0] for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0}
+    if not sizes:
+        raise ConfigurationError(
+            "the batch contains no tensor with a first dimension; split the batch yourself and "
+            "pass the MicroBatches"
+        )
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors with the same number of "
-            "samples in their first dimension; otherwise split the batch yourself and pass the "
-            "MicroBatches"
+            f"the batch's tensors have {' and '.join(map(str, sorted(sizes)))} rows; expected the "
+            "same number of samples in the first dimension of each. If that is impossible, split "
+            "the batch yourself and pass the MicroBatches"
         )
     rows = sizes.pop()
     if rows == 0:

@@ -176,10 +176,10 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{type(module).__name__} could not be run on the example with shapes alone (without "
-            f"values): {type(error).__name__}: {error}. If the model's code depends on values, or "
-            "it keeps tensors in plain attributes, plan without an example; the plan then omits "
-            "activations and times"
+            f"{type(module).__name__} could not be run with fake tensors, which have the example's "
+            f"shapes but no values: {type(error).__name__}: {error}. If the model's code depends "
+            "on values, or the model has tensors that are neither parameters nor buffers, plan "
+            "without an example; the plan then omits activations and times"
         ) from error
 
 

@@ -201,9 +201,10 @@ class ShardedState(PartitionedState):
         )
         if self.whole_tensors and padded > _MUCH_PADDING * whole:
             _log.warning(
-                "tensors are not split but assigned to one of %d ranks each, and blocks with few "
-                "large tensors are padded to %.1f times the model's size, in memory and on the "
-                "wire; choose larger blocks, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
+                "tensors are not split (whole_tensors): each is assigned to one of %d ranks, and "
+                "all shards of a block are padded to the size of the largest. With padding, the "
+                "model takes %.1f times its size, in memory and on the wire; choose larger "
+                "blocks, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
                 self.division.shards,
                 padded / whole,
             )

@@ -250,15 +250,15 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
             raise ConfigurationError(
-                f"--nnodes {self.nodes.least}:{self.nodes.most} requires --rdzv-endpoint, a "
-                "coordinator that all machines reach; start one (shoal-coordinator --listen "
-                "0.0.0.0:7000 ...) and pass --rdzv-endpoint HOST:7000"
+                f"--nnodes {self.nodes.least}:{self.nodes.most} requires --rdzv-endpoint, the "
+                "address of a coordinator that all machines can reach; start one "
+                "(shoal-coordinator --listen 0.0.0.0:7000 ...) and pass --rdzv-endpoint HOST:7000"
             )
         if self.endpoint is None and (self.run or self.resume):
             raise ConfigurationError(
                 f"{'--resume' if self.resume else f'--run {self.run}'} requires --rdzv-endpoint, "
-                "since a run's own cluster knows no other runs; pass the coordinator that knows "
-                "the job"
+                "because without it the run starts a new cluster, which has no record of earlier "
+                "runs; pass the address of the coordinator that ran the job"
             )
         if self.run < 0:
             raise ConfigurationError(
@@ -345,8 +345,8 @@ def worker_command(
     if not python:
         if module:
             raise ConfigurationError(
-                "--module and --no-python exclude each other, since a module is run by Python; "
-                "pass one of them"
+                "--module and --no-python cannot be combined, because a module is run by Python; "
+                "pass only one of them"
             )
         return (program, *arguments)
     if module:

@@ -132,7 +132,7 @@ class AskedPeers(Sequence[Peer]):
         except CorruptDataError as error:
             _log.warning(
                 "requesting the full list of the generation's ranks from the coordinator, "
-                "because it could not be derived from the previous generation's: %s",
+                "because it could not be derived from that of the previous generation: %s",
                 error,
             )
             return None
@@ -140,7 +140,8 @@ class AskedPeers(Sequence[Peer]):
             return table
         _log.warning(
             "requesting the full list of the generation's ranks from the coordinator, because "
-            "the list derived from the previous generation's has a different digest"
+            "the list derived from that of the previous generation does not have the expected "
+            "size and digest"
         )
         return None
 

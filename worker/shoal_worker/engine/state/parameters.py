@@ -368,8 +368,8 @@ def materialize(
             raise ConfigurationError(
                 f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks "
                 "(register_hook, register_post_accumulate_grad_hook), which would be lost when a "
-                f"tensor on {device} replaces it: create the model with values, or register the "
-                "hooks after the first step has begun"
+                f"tensor on {device} replaces it; do not create the model on the meta device, or "
+                "register the hooks after the first step has begun"
             )
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _places(module):

@@ -286,7 +286,7 @@ class Engine(TrainingEngine):
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
         """Returns the result of `read` after checking that it is the same on all ranks that train
-        this model (`parameters.agreed`). A clone of the model is not checked."""
+        this model (`parameters.agreed`). For a clone of the model, the result is not checked."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
@@ -355,15 +355,15 @@ class Engine(TrainingEngine):
 
     def note_scaler(self, name: str) -> None:
         """Records which registered GradScaler has stepped the optimizer in a committed step.
-        `name`: its name; empty: none."""
+        `name`: name of the scaler; empty: no scaler."""
 
     def skip(self) -> None:
         """Records that a committed step has no update, because a GradScaler found its gradients
         unusable. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply` in a step of several models whose outcome is not yet known. Returns the
-        update, for `exchange_update`, which can undo it."""
+        """Calls `apply` in a step of several models, before the step's outcome is known. Returns
+        the update, for `exchange_update`, which can undo it."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()

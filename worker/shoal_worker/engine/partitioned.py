@@ -95,7 +95,8 @@ class CommitSum:
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the sum of each vector, on the CPU. `summed`: result of the all-reduce."""
+        """Returns the sum of each vector as a tensor on the CPU. `summed`: result of the
+        all-reduce."""
         parts: Sequence[torch.Tensor] = summed.split([len(part) for part in self._parts])
         return parts
 
@@ -442,7 +443,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._updated()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Updates this rank's part in a step of several models whose outcome is not yet known.
+        """Updates this rank's part in a step of several models, before the step's outcome is known.
         Afterwards, the step's gradients count as used.
         """
         update = super().apply_tentatively(apply)

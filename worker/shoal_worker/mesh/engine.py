@@ -213,7 +213,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 "pipeline runs both passes of a batch together; call loss = model.train_step(x, "
                 "y, loss_fn) instead of the forward pass, the loss and backward()"
             )
-        # In a loop without a Shoal loader a spare waits here for the start of its next step.
+        # In a loop without a Shoal loader, a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
         if self._ahead or (training and not begun and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
@@ -283,7 +283,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Prepares a training pass. Returns whether the pass is part of a step."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
-            return False  # a pass of a joiner before its loop
+            return False  # a joiner's pass before its training loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -489,7 +489,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
-            self._applied = state.get("applied", 0)  # restored ranks start counting again
+            self._applied = state.get("applied", 0)  # a checkpoint does not contain the count
             self._commit_payload = None
         else:
             if self._mesh is None or state["applied"] != self._applied:
@@ -633,7 +633,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             # no gradients to add to.
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # an update that was undone may have left gradients
+        self._held.data_axis.fetch()  # the pieces may be outdated after an update has been undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
@@ -669,7 +669,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
-        if step.lost is None:  # failed collectives may have left any values
+        if step.lost is None:  # failed collectives may have left arbitrary values
             for writes in self._writes:
                 writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
@@ -686,7 +686,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             failpoint("reduction.completed")
             self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
-            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
+            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have different parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.lifecycle.prepare_step()
 
@@ -754,7 +754,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
         if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:
-            # ranks of other stages have other buffers
+            # ranks of other stages have different buffers
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 

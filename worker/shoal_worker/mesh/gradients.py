@@ -342,7 +342,7 @@ def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     would take several times as long. If squares exceed the range of float32, everything is computed
     in float64."""
     terms = list(terms)
-    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
+    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
         return float(
             (

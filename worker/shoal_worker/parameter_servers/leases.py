@@ -252,7 +252,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # except the loader's current batch, which could still be finished until now
+            # including the loader's last batch, which until now could still have been finished
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -327,7 +327,7 @@ class CoordinatorLeases:
         now = time.monotonic()
         for block in self._blocks.values():
             if block.failure is not None and not block.wanted:
-                continue  # until the training thread requests batches
+                continue  # skipped until the training thread requests batches
             enough = self._enough(block)
             if (
                 block.leased

@@ -37,10 +37,10 @@ NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 _REWOUND: Final = frozenset(
     {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
 )
-"""Reasons of errors that show that a server has lost data that it had acknowledged."""
+"""Reasons of the errors that a server raises if it has lost data that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
-"""Reason of the error that shows that partitions have moved since this worker read the shard
-map."""
+"""Reason of the error that a server raises if partitions have moved since this worker read the
+shard map."""
 MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")

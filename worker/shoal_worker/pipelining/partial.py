@@ -118,7 +118,7 @@ class Placeholder(torch.Tensor):
         if func in _FRESH:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # torch's is untyped
+        # torch's method is untyped
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -141,7 +141,7 @@ class Absent(torch.Tensor):
                 "stage without calling that module; use a module for this computation (such as a "
                 "tied nn.Linear head), or give the model a method pipeline_blocks()"
             )
-        # torch's is untyped
+        # torch's method is untyped
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -566,7 +566,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Returns the name of the keyword argument that contains the previous layer's output: the first
-    one that is a tensor. Returns None if the output is the first positional argument."""
+    keyword argument that is a tensor. Returns None if the output is the first positional
+    argument."""
     if args:
         return None
     for name, value in kwargs.items():

@@ -339,9 +339,10 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self, step: Step) -> None:
-        """Rebuilds the layout if parameters were unfrozen. Called before the first bucket of a
-        backward pass, or of a step without one, is sent, because passes need not go through the
-        model's `forward`. All ranks do so, regardless of which gradient is complete first."""
+        """Rebuilds the layout if parameters have been unfrozen. Called before the first bucket is
+        sent in a backward pass, or in a step without a backward pass, because passes need not go
+        through the model's `forward`. All ranks do so, regardless of which gradient is complete
+        first."""
         if self._unfrozen() is None:
             return
         if self.pending and any(

@@ -394,7 +394,7 @@ class ShardedExecution:
 
     def end_passes(self) -> None:
         """Stops recording. The list of collectives is kept, because a rank without samples must
-        issue the same ones."""
+        issue the same collectives."""
         if self._pass and not self._collectives.lost:
             # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass

@@ -95,8 +95,8 @@ class SynchronousJob(Job):
 
     @property
     def leaving(self) -> bool:
-        """False once the worker takes steps. Before that, True if the worker should leave; see
-        `Job.leaving`."""
+        """False once the worker has begun to take steps. Before that, True if the worker should
+        leave; see `Job.leaving`."""
         return not self.takes_steps and super().leaving
 
 

@@ -329,7 +329,7 @@ def _validate(
         }
 
     batches = loader.evaluation_batches()
-    assert isinstance(batches, EvaluationBatches)  # `_dataset`
+    assert isinstance(batches, EvaluationBatches)  # `_dataset` ensures this
     found = evaluate(session, model, _Counted(batches), sums)
     return found["sum"] / found["samples"]
 

@@ -355,7 +355,7 @@ class ShardedModel(nn.Module):
         ranks."""
         if not self.engine.check_conversion(fn):
             return self
-        # torch's is untyped
+        # torch's method is untyped
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:

@@ -155,7 +155,7 @@ class WholeGroups:
 
 class StateOfPieces(MutableMapping[Any, Any]):
     """Optimizer state, keyed by the pieces of parameters. Looking up one of the model's own
-    parameters raises an error, where torch's dict would create an empty entry."""
+    parameters raises an error, whereas torch's dict would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str

@@ -87,7 +87,7 @@ class Extremes:
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
         """Minima and maxima over this rank's finished micro-batches of the step; None before the
-        first has finished."""
+        first micro-batch has finished."""
         self._agreed: dict[str, torch.Tensor] = {}
         """Minima and maxima over the passes of all ranks in the step."""
 

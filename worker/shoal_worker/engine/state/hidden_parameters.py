@@ -183,7 +183,7 @@ class _Gradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.as_subclass:
-            # torch's own is untyped
+            # torch's own method is untyped
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         found = next(
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient)

@@ -95,7 +95,7 @@ class OverlappedReduction:
     # --------------------------------------------------------------------------- the wrapper's part
 
     def prepare(self, step: Step) -> None:
-        """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen,
+        """Prepares a forward pass of `step`. Rebuilds the layout if parameters have been frozen,
         unfrozen or moved since the last pass. (torch drops the hooks of a parameter when its dtype
         changes, and may also have moved `.grad`, which is a view of the bucket.)"""
         if not in_backward():

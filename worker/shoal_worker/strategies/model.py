@@ -128,8 +128,8 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Raises PreconditionError if `module` is replaced after the engine was
-        created."""
+        """Sets an attribute. Raises PreconditionError if `module` is replaced after the engine has
+        been created."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
                 "model.module cannot be replaced, because Shoal trains the module passed to "

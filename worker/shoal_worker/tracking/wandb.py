@@ -3,7 +3,7 @@
 The W&B run's id is computed from the run's key. A rank that replaces a dead rank, and a resumed
 run, therefore continue the same W&B run. W&B cannot delete rows, so repeated steps keep their first
 values. The server reports the newest step. Without a server (WANDB_MODE=offline), it is read from
-the directories that were created when the sink was opened before; `wandb sync` joins these
+the directories that were created when the sink was opened earlier; `wandb sync` joins these
 directories to one run. Ranks on several machines need a shared directory for that.
 
 W&B's own process sends the rows, and dies if the rank is killed. It writes received rows to the

@@ -19,7 +19,7 @@ Place = TypeVar("Place", int, tuple[int, int, int])
 
 
 class ShardsLostError(StateLostError):
-    """Raised when some shard of the model is not on any rank any more."""
+    """Raised when some shard of the model is no longer on any rank."""
 
     def __init__(self, *, lost: int, shards: int) -> None:
         """`lost`: number of lost shards. `shards`: total number of shards."""

@@ -113,8 +113,8 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Starts a compressed reduce-scatter: sums the flat `full` across the group's ranks, and
-        stores this rank's part of the sum in `shard`.
+        """Starts a compressed reduce-scatter: sums the flat tensor `full` across the group's ranks,
+        and stores this rank's part of the sum in `shard`.
 
         Raises:
             MembershipChanged: the group has ended."""

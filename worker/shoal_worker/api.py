@@ -230,8 +230,8 @@ def as_distributed(
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
     Raises:
-        ConfigurationError: an unknown strategy, backend or option, or values that exclude each
-            other.
+        ConfigurationError: an unknown strategy, backend or option, or values that cannot be
+            combined.
         PreconditionError: this process has already called this function.
     """
     several = isinstance(model, tuple | list)
@@ -285,8 +285,8 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError
-    for several models without an optimizer each."""
+    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError if
+    there are several models and not exactly one optimizer for each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
@@ -465,8 +465,8 @@ def evaluate(
         ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
             example), or that draws different samples on each rank; or an `fn` that does not return
             sums.
-        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
-            step (STEP_NOT_FINISHED).
+        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` was passed
+            inside a step (STEP_NOT_FINISHED).
     """
     if every_steps is not None and not is_due(current_session(), every_steps, "evaluate"):
         return None
@@ -521,15 +521,15 @@ def save_checkpoint(
             the same values from the script, and `load_full_state` needs `base`.
 
     Raises:
-        PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
+        PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
         ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
             or differs between ranks; or a directory that cannot be written, or is not shared.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
-            of the rows of sparse tables.
-        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials,
-            now or at an earlier upload.
-        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long,
-            at the first save to this URL.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save has failed or, under ddp, saving
+            the rows of sparse tables has failed now.
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage has refused the
+            credentials, in this call or in an earlier upload.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): during the first save to this URL, the object
+            storage has failed for too long.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """
@@ -564,7 +564,7 @@ def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None
         )
     try:
         metric = None if best is None else float(best)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: several elements
         raise ConfigurationError(
             f"save_checkpoint(best={best!r}): expected one number ({error})"
         ) from error
@@ -707,7 +707,7 @@ def process_group() -> ProcessGroup:
     """Returns a fault-tolerant torch process group: `torch.distributed.all_reduce(x,
     group=shoal.process_group())`, between steps.
 
-    The group supports all collectives of torch.distributed, including those of objects, with SUM,
+    The group supports all collectives of torch.distributed, including object collectives, with SUM,
     AVG, MAX, MIN and PRODUCT. After a fault, the remaining ranks repeat a call, provided that no
     rank has called `get_rank(group)` or `get_world_size(group)`, and that the collective does not
     depend on either. Otherwise the first collective after a change of ranks raises
@@ -735,10 +735,10 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
     losses that compare samples, such as contrastive losses.
 
     Each rank computes the loss of the whole batch from these rows. The result of the step then
-    equals that of a single process, up to rounding, regardless of how the batch is split across
-    ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in the
-    same order and the same number of times. Later computations must be the same on all ranks (no
-    dropout). If there is only one rank, and outside of steps, as in evaluation, the function
+    equals the result of a single process, up to rounding, regardless of how the batch is split
+    across ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in
+    the same order and the same number of times. Later computations must be the same on all ranks
+    (no dropout). If there is only one rank, and outside of steps, as in evaluation, the function
     returns the rank's own rows.
 
     Args:
@@ -773,7 +773,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     The first process to arrive runs the block alone and receives True. The others run it afterwards
     and receive False; the work is done by then. If the first process fails within the block,
     another takes its place. Under `shoal run`, a process that later replaces a failed one also
-    receives False: the work is done once per machine and run. May be used anywhere, also before
+    receives False: the work is done once per machine and run. May be used anywhere, even before
     `init()`.
 
     Raises:
@@ -781,7 +781,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings.load()
-    # `--standalone` numbers no runs: its only launcher is the run
+    # `--standalone` does not number runs, but each run has its own launcher
     run = settings.run or settings.launcher_id or ""
     scope = f"{settings.job_id} {run} {Path.cwd()} {block}"
     return first_of_machine.main_first(scope, timeout=timeout, once=bool(run))
@@ -819,7 +819,7 @@ def is_main_process() -> bool:
 
 def is_joining() -> bool:
     """Returns True in a joiner that is still replaying its script and has not received its first
-    live batch."""
+    batch to train on."""
     return current_session().is_joining
 
 

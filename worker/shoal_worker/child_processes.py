@@ -101,7 +101,7 @@ def end_if_a_batch_is_lost() -> None:
         )
         os._exit(1)
 
-    # a hook for concurrent.futures
+    # multiprocessing defines this hook for concurrent.futures
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
 
 
@@ -124,7 +124,7 @@ for them, so an exception that ends one is reported."""
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
     """Sets the function to call with a message when one of Shoal's own threads has ended with an
-    exception, after the traceback was printed."""
+    exception. The function is called after the traceback has been printed."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:

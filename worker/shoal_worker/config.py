@@ -59,9 +59,10 @@ class ShardingConfiguration:
     submodules. None: the children of containers that repeat a class (the layers of a transformer),
     if they have at least `minimum_parameter_group_size` elements."""
     prefetch_blocks: int | None = None
-    """Number of blocks that zero3, fsdp and hsdp gather ahead of the block being computed. Each
-    takes its full size in memory. 0: none. None: 1. Larger values help if links are slow, or if
-    some blocks are computed faster than the next one is gathered. Must be the same on all ranks."""
+    """Number of blocks that zero3, fsdp and hsdp gather ahead of the block being computed. Each of
+    them takes its full size in memory. 0: none. None: 1. Larger values help if links are slow, or
+    if some blocks are computed faster than the next one is gathered. Must be the same on all
+    ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
     """Modules that recompute their activations in the backward pass instead of keeping them:
     modules of the given classes, or modules selected by a function. True: the children of

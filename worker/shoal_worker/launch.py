@@ -39,11 +39,11 @@ def launch(
 
     Each rank can use the public API as in a job, except that no rank joins or leaves.
     torch.distributed is initialized too (`dist.get_rank()` is the rank). Each rank has its own
-    random generators, which start as copies of the caller's; the caller's generators do not change.
-    Ranks take turns, so two runs give the same results. Ranks share everything else in the process:
-    `arguments` are the same objects on all ranks, so each rank must create, or copy, the model that
-    it trains, and a change to a global is seen by all ranks. Launches that run at the same time, in
-    several threads of the caller, share the generators too.
+    random generators, which start as copies of the caller's generators; the caller's generators do
+    not change. Ranks take turns, so two runs give the same results. Ranks share everything else in
+    the process: `arguments` are the same objects on all ranks, so each rank must create, or copy,
+    the model that it trains, and a change to a global is seen by all ranks. Launches that run at
+    the same time, in several threads of the caller, share the generators too.
 
     A rank should wait for other ranks only in collectives and transfers. While ranks run,
     functional collectives cannot use the caller's own process groups.
@@ -128,8 +128,8 @@ class _Ranks:
         for rank, ended in enumerate(self._ended):
             if self._threads[rank].ident is None:  # Ctrl-C came before the thread was started
                 continue
-            # A `join` interrupted by Ctrl-C considers its thread finished, so it is not used for a
-            # thread that may run long.
+            # If Ctrl-C interrupts a `join`, the thread counts as finished although it may still be
+            # running. Therefore, a thread that may run for a long time is not joined here.
             if ended.wait(max(0.0, deadline - time.monotonic())):
                 self._threads[rank].join()
             else:

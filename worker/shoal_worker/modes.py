@@ -25,7 +25,7 @@ def set_modes(modes: Modes) -> None:
         if number == 0 or module.training != mode:
             module.train(mode)
     for module, mode in modes:
-        module.training = mode  # another module's train() may leave it unchanged, or its own may
+        module.training = mode  # train() of this or another module may have set a different mode
 
 
 @contextlib.contextmanager

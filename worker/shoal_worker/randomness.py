@@ -58,5 +58,5 @@ def seed_generators(key: Sequence[int]) -> None:
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy takes 32 bits; an array of several takes six times as long
+    np.random.seed(seed % 2**32)  # 32 bits, because seeding with an array takes 6 times as long
     random.seed(seed)

@@ -62,12 +62,12 @@ class WorkerSettings(CallerSettings):
     """Address to listen on, if it differs from `local_addr`: an address, an interface or a host
     name; 0.0.0.0 or :: for all."""
     store_url: str | None = None
-    """Redis URL of the rendezvous stores, if different from the coordinator's."""
+    """Redis URL of the rendezvous stores, if different from the URL sent by the coordinator."""
     store_url_file: Path | None = None
     """File that contains `store_url`, for a URL with a password."""
     redis_ca: Path | None = None
     """CA certificates (PEM) for the rendezvous stores' server, if its URL is rediss://; None: the
-    system's."""
+    system's certificates."""
     metrics_listen: str | None = None
     """host:port where /metrics is served (port 0: any); None: metrics are not served."""
     member_file: Path | None = None
@@ -78,8 +78,8 @@ class WorkerSettings(CallerSettings):
     """File where this worker counts its commits, for the launcher (shoal_common.formats.tally);
     None: not counted."""
     allow_restart_from_scratch: bool = False
-    """True to restart at step 0 if no process has the state any more and no checkpoint was loaded.
-    False: this raises an error (PROGRESS_LOST)."""
+    """True to restart at step 0 if no process has the state any more and no checkpoint has been
+    loaded. False: this raises an error (PROGRESS_LOST)."""
     server_transport: Transport = Transport.AUTO
     """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
     Values other than auto have no fallback if the transport is not available; use them for
@@ -96,10 +96,10 @@ class WorkerSettings(CallerSettings):
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
-    None: measured, unless it is set for another worker."""
+    None: the speed is measured, unless another worker has this setting."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """Time during which a worker that was asked to leave continues with its peers. If all peers are
-    asked to leave in this time, all stop at the same step boundary."""
+    """Time during which a worker that has been asked to leave continues with its peers. If all
+    peers are asked to leave in this time, all stop at the same step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)

@@ -2,14 +2,14 @@
 
 torch may rename or remove such names in any release. This module is imported before any of the
 names is used. If the installed torch lacks a name, the import therefore fails with an error that
-contains it, instead of a step with an AttributeError. A torch newer than `TESTED` is accepted with
-a warning.
+contains the name; otherwise, a later step would fail with an AttributeError. A torch newer than
+`TESTED` is accepted with a warning.
 
 Each name exists in all of `TESTED` and has no public counterpart there, with these exceptions:
 
     AllgatherOptions              importable from distributed_c10d, but not in its __all__
     queue_callback                public from 2.15 on: torch.autograd.graph.queue_callback
-    all_gather_single, ...        from 2.13 on; before by other names, see _NATIVE_NAMES
+    all_gather_single, ...        from 2.13 on; under other names before, see _NATIVE_NAMES
     _FR_SELF_RECORDING_BACKENDS   from 2.15 on; earlier versions need nothing in its place
     enable_reconfigure            of _DistributedBackendOptions, from 2.14 on, like the functions
                                   that call what backends/gloo/reconfigurable.py implements:
@@ -118,8 +118,9 @@ try:
     if VERSION >= (2, 15):
         # Since 2.15 torch attaches a flight recorder to groups whose backends do not record
         # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
-        # its C++ half has no name. torch recognizes only groups without devices as such. Shoal's
-        # groups have devices, which hold the bytes of object collectives.
+        # its C++ half has no name. torch recognizes that a group is written in Python only if the
+        # group has no devices. Shoal's groups have devices, because object collectives need one for
+        # their bytes.
         getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
@@ -159,8 +160,8 @@ __all__ = [
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
-"""Decorator for functions that torch.compile leaves uncompiled. torch's own decorator has no
-types."""
+"""Decorator for functions that torch.compile leaves uncompiled. torch's own decorator has no type
+annotations."""
 
 
 if VERSION < (2, 12):
@@ -169,8 +170,8 @@ if VERSION < (2, 12):
     with FakeTensorMode():
         pass
 
-# torch.compile runs Shoal's own code uncompiled. It compiles the user's modules that Shoal calls,
-# each between its hooks.
+# torch.compile leaves Shoal's own code uncompiled. The user's modules that this code calls are
+# still compiled, each separately, without Shoal's hooks around it.
 trace_rules.add("shoal_worker")
 
 
@@ -181,7 +182,8 @@ def cuda_is_unusable() -> bool:
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., c10d.Work]:
-    """Returns the method of one of torch's own process groups that torch 2.13 calls `name`."""
+    """Returns a collective of one of torch's own process groups. `name`: the method's name in torch
+    2.13; other versions may use a different name."""
     method: Callable[..., c10d.Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
 
@@ -252,11 +254,11 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
     unknown."""
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):
-            batches = getattr(each, "_index_sampler", None)  # missing while it is being created
+            batches = getattr(each, "_index_sampler", None)  # missing while it is being constructed
             if type(batches) is not BatchSampler:
                 continue
             if type(batches.sampler) not in (RandomSampler, SequentialSampler):
-                continue  # others need not have a length
+                continue  # other samplers need not have a length
             if len(batches) > longer_than:
                 return True
     return False

@@ -91,9 +91,7 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
 
 
 def test_an_example_that_the_model_does_not_take_is_refused_with_the_models_own_error() -> None:
-    with pytest.raises(
-        ConfigurationError, match="Decoder could not be run with fake tensors"
-    ):
+    with pytest.raises(ConfigurationError, match="Decoder could not be run with fake tensors"):
         _plan(example={"sentences": torch.zeros(2, 16, dtype=torch.long)})
 
 

@@ -123,5 +123,7 @@ def test_hooks_on_a_parameter_that_gets_its_values_later_are_refused() -> None:
         ):
             model.train_step(x, y, functional.mse_loss)
 
-    with pytest.raises(shoal.ConfigurationError, match="do not create the model on the meta device"):
+    with pytest.raises(
+        shoal.ConfigurationError, match="do not create the model on the meta device"
+    ):
         shoal.launch(one, world_size=2)

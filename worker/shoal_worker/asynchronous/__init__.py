@@ -5,5 +5,5 @@
   of rounds.
 - `participation`: tracks whether other workers wait for this one. `handover`: sends a worker's
   state to joiners.
-- `optimizers`: the optimizer that steps on the worker, and the one that the servers run.
+- `optimizers`: the worker's optimizer and the servers' optimizer.
 """

@@ -68,7 +68,8 @@ class AsyncEngine(Engine):
         super().__init__(setup)
         check_configuration(self.config, self.backend_name)
         self._own = cast(Session, setup.session)
-        """The complete session: this engine also needs its membership, metrics and shutdown."""
+        """The complete session. Unlike other engines, this one also needs its membership, metrics
+        and shutdown."""
         self._async_options = AsyncOptions(**self._options)
         # otherwise the parameters are updated by this worker itself, in inner steps
         self.updates_parts = not self._async_options.inner_steps
@@ -77,8 +78,8 @@ class AsyncEngine(Engine):
         self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
         self._outer: OuterSteps | None = None
-        """Rounds of inner steps, in which case rounds are leased instead of batches; None without
-        inner steps."""
+        """Rounds of inner steps, which are leased instead of single batches; None without inner
+        steps."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
@@ -92,7 +93,7 @@ class AsyncEngine(Engine):
         self._joins_late = False
         """True if the job was already running when this worker joined."""
         self._resumed = False
-        """True if a checkpoint was loaded."""
+        """True if a checkpoint has been loaded."""
         self._placed = False
         """True once the first loader has been moved to the epoch of the other workers."""
         self._tables = Tables(self.module)
@@ -435,8 +436,9 @@ class AsyncEngine(Engine):
         self._require_participation().pushed()
 
     def pull(self) -> None:
-        """Pulls the latest values between steps. Does nothing in the middle of a round, or under
-        bsp while this worker participates, because it already has its iteration's values."""
+        """Pulls the latest values between steps. Does nothing in the middle of a round. Under bsp,
+        also does nothing while this worker participates, because the worker already has the values
+        for its iteration."""
         if (
             self._started
             and not self.within_round
@@ -543,8 +545,8 @@ class AsyncEngine(Engine):
             with self._receiving():
                 participation.enter(self._clock)
         elif not want:
-            # The script left the loop: no worker should wait for this one any more, except for the
-            # batch in progress.
+            # The script left the loop: no worker should wait for this one any more, except until it
+            # has finished the batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
@@ -676,8 +678,8 @@ class AsyncEngine(Engine):
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """Ends this worker's participation in the run if the run is stopped while it waits for rows
-        of a table."""
+        """Ends this worker's participation in the run if the run is stopped while this worker is
+        waiting for rows of a table."""
         self._own.lifecycle.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
@@ -721,7 +723,7 @@ def _refuse(written: Sequence[str], when: str) -> None:
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
     """Moves a joiner's loader to the epoch of the other workers. The joiner need not catch up on
-    that epoch's batches, which are leased to any worker that requests them."""
+    the batches of that epoch: they are leased to any worker that requests them."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

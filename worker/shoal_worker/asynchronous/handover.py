@@ -38,19 +38,19 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Minimum ratio of the pause after a copy to the time that the copy took, so that the training
-thread spends at most about 1/50 of its time on copying. A small state, such as a scheduler's, is
-copied at nearly every step boundary; a large one, such as an average of the parameters, only
-occasionally."""
+"""Minimum pause after a copy, as a multiple of the copy's duration. The training thread therefore
+spends at most about 1/50 of its time on copying. A small state, such as the state of a scheduler,
+is copied at nearly every step boundary; a large state, such as an average of the parameters, is
+copied only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""
 _GONE: Final = timedelta(seconds=10)
-"""Time after which a rank 0 that refuses connections counts as ended. If it was killed, a
+"""Time after which a rank 0 that refuses connections counts as ended. If rank 0 has been killed, a
 generation without it forms in about that time; if its script has finished, no such generation will
 form."""
 _PAUSE_S: Final = 0.1
-"""Pause before rank 0 is asked again if it had no offer, in seconds."""
+"""Pause, in seconds, before rank 0 is asked again because it had no offer yet."""
 
 
 class Handover:
@@ -110,7 +110,8 @@ class Handover:
     def take_first_buffers(self) -> None:
         """Loads rank 0's buffers and extra state into this worker, which has been in the job from
         the start. Waits until rank 0 reaches its first step. If that takes longer than the job's
-        patience, or rank 0's process has ended, logs a warning and keeps this worker's own.
+        patience, or rank 0's process has ended, logs a warning and keeps this worker's own buffers
+        and extra state.
 
         Raises:
             StopTraining: this worker should leave.

@@ -1,5 +1,5 @@
-"""A worker's two optimizers: the user's, and the one that the servers run. They are the same object
-without inner steps.
+"""A worker's two optimizers: the user's optimizer, and the optimizer that the servers run. Without
+inner steps, they are the same object.
 
 Each worker controls the settings of both (learning rates, and the position in a schedule). This
 module provides these settings to the servers, to joiners and to checkpoints. The state of an
@@ -65,7 +65,7 @@ class Optimizers:
 
     def schedules(self) -> dict[str, Any]:
         """Returns the optimizers' settings and schedule positions, for joiners. Moments of an inner
-        optimizer are not included: a joiner starts from zero."""
+        optimizer are not included: on a joiner, they start from zero."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]

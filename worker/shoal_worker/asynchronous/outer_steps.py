@@ -43,8 +43,8 @@ class OuterSteps:
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
         """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the servers
-        run. `push`: finishes an iteration, pushing gradients by tensor name; if there are none,
-        nothing is pushed."""
+        run. `push`: function that pushes the given gradients (tensor name -> gradient), if any, and
+        finishes the iteration."""
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -111,7 +111,8 @@ class OuterSteps:
         round's batches were returned to the coordinator.
 
         Raises:
-            PreconditionError: the script received the batch again.
+            PreconditionError: the script has left the loop and entered it again, and has received
+            the batch again.
         """
         step = self._session.step
         if (
@@ -131,7 +132,7 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Must be called after batches have been leased. Undoes the round if its batches were
+        """Must be called after batches have been leased. Undoes the round if its batches have been
         returned, because the script left its loop or the loop continues with other batches. Returns
         whether a round was undone."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
@@ -167,7 +168,7 @@ class Round:
         host memory for a copy of the tensors."""
         self._most = steps
         self.steps = 0
-        """Number of inner steps taken. 0: the current values are the ones pulled last."""
+        """Number of inner steps taken. 0: the current values are the values pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """Name -> flat values of the tensor at the beginning of the round. Once the round has
@@ -190,7 +191,7 @@ class Round:
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the round's batches were returned to the coordinator: they come from
+        """Returns whether the round's batches have been returned to the coordinator: they come from
         `loader`, but the loader's current round, `batches`, is a different one or None."""
         return (
             self.steps > 0

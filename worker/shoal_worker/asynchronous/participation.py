@@ -43,8 +43,8 @@ class Participation:
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
-        """Records the end of an iteration, and makes the worker rest if `rest_after_push` was
-        called before."""
+        """Records the end of an iteration, and makes the worker rest if `rest_after_push` has been
+        called."""
         if self._rests_after_push:
             self._rests_after_push = False
             self.rest()

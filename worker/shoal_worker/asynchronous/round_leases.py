@@ -31,8 +31,8 @@ class _Dealt:
 
 
 class RoundLeases:
-    """Leases a round's batches one at a time. The underlying source leases the rounds: what it
-    considers a batch is a round here."""
+    """Leases a round's batches one at a time. The underlying source leases entire rounds: each of
+    its batches is a round here."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
         """`rounds`: source of rounds. `steps`: number of batches in a round; an epoch's last round

@@ -48,8 +48,8 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #
-# The error that a collective raises when its group has ended, which is an error of Shoal and of
-# torch, and a short form of libraries' errors.
+# The error that a collective raises when its group has ended (both an error of Shoal and an error
+# of torch), and a function that shortens libraries' errors.
 
 _WHERE: Final = re.compile(
     r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"
@@ -245,9 +245,9 @@ class CommunicationBackend(abc.ABC):
 
         `timeout`: time limit of each later collective. `connect_timeout`: time limit of connecting.
         `hostname`: this process's address or host name for its peers; None: the address of the
-        interface that reaches the store. `members`: for a group of only some of the run's ranks,
-        these ranks in the order of their ranks in the group; used only by MPI, which forms its
-        groups from its own world.
+        interface that reaches the store. `members`: if the group contains only some of the run's
+        ranks, their ranks in the run, ordered by rank in the group; otherwise None. Used only by
+        MPI, which forms its groups from its own world.
 
         Raises MembershipChanged if the group was abandoned (`abort` here or on the store) or a peer
         disconnected, DeadlineError if a peer did not connect within `connect_timeout`,
@@ -277,9 +277,9 @@ class CommunicationBackend(abc.ABC):
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
         # most libraries cannot split groups
-        """Declares that this group is part number `part` of a division of the group `whole`, which
-        contains all ranks of `whole`. Must be called before `initialize`. A library that can split
-        groups then splits `whole` instead of connecting a new group."""
+        """Declares that this group is part number `part` when the group `whole` is divided into
+        parts that together contain all its ranks. Must be called before `initialize`. A library
+        that can split groups then splits `whole` instead of connecting a new group."""
 
     def abort(self, reason: str) -> None:
         """Aborts the group: pending and later collectives raise GroupEndedError(reason), here
@@ -498,13 +498,14 @@ class CommunicationBackend(abc.ABC):
 
     def settle(self) -> None:
         """Blocks until all works passed to `order` have completed. Raises MembershipChanged if one
-        has failed; the group then no longer writes to memory."""
+        has failed; by then, the group has stopped writing to memory."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
         # on the host, waiting for each collective suffices
-        """Blocks until a group that has ended no longer reads or writes memory on a device."""
+        """Blocks until a group that has ended has stopped reading and writing memory on a
+        device."""
 
     # --- checks
 

@@ -176,7 +176,8 @@ class Collective:
             raise InvalidRequestError(f"{self}: the outputs differ in dtype from the inputs")
 
     def matches(self, other: Collective) -> bool:
-        """Returns whether `other`, a rank's call, can belong to the same collective as this one."""
+        """Returns whether `other`, another rank's call, can belong to the same collective as this
+        call."""
         return self.signature == other.signature
 
     @property

@@ -32,7 +32,7 @@ _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
 _APART_S: Final = 0.003
 _FAR_APART_S: Final = 0.1
-"""Time in seconds that a thread that was just woken needs at most to get a core, even on a busy
+"""Maximum time, in seconds, that a newly woken thread needs to get a core, even on a busy
 machine."""
 
 _Sample = dict[str, str]

@@ -60,7 +60,7 @@ class World:
 
     def __init__(self) -> None:
         self.identity = next(_identities)
-        """Identifier that, unlike a thread's, is never reused."""
+        """Identifier that, unlike a thread's identifier, is never reused."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, Any] = {}

@@ -5,7 +5,7 @@ either complete or absent.
 decides which ranks write which files, and when. `files` creates, finds and reads checkpoints in a
 directory; `shards` handles states that are sharded across ranks; `frozen` handles parameters that
 do not change, which both layouts store separately. `manifest` implements the file that describes a
-checkpoint, atomic directories, and files of tensors. `writer` is the thread that writes during
+checkpoint, atomic directories, and tensor files. `writer` is the thread that writes during
 training; it also lets ranks wait for a disk without timing out. `rows` handles the rows of sparse
 tables, which are on the servers.
 

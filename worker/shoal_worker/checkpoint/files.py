@@ -96,9 +96,10 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
-    """Publishes `temporary`, which contains all of checkpoint `info`, as `step-<n>` in the same
-    parent directory, and returns the new path. Replaces an older checkpoint of the same step. Then
-    removes older steps of the same run, except the newest `keep` checkpoints and the best one.
+    """Publishes the directory `temporary`, which contains the complete checkpoint described by
+    `info`, as `step-<n>` in the same parent directory, and returns the new path. Replaces an older
+    checkpoint of the same step. Then removes older steps of the same run, except the newest `keep`
+    checkpoints and the best one.
 
     Args:
         fence: raises if this process may no longer publish.
@@ -263,8 +264,8 @@ def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Che
 
     Raises:
         CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
-            from a newer release (FILE_NEWER); or the values of `given` are not the ones that it
-            refers to (BASE_MODEL_DIFFERS).
+            from a newer release (FILE_NEWER); or the values from `given` differ from the values
+            that the checkpoint refers to (BASE_MODEL_DIFFERS).
     """
     content = read_manifest(path)
     try:
@@ -480,8 +481,8 @@ def best_of(
     newest_first: Sequence[tuple[Place, CheckpointInfo | None]],
 ) -> Place | None:
     """Returns the checkpoint with the best metric (the earliest if several are equal), or None if
-    no checkpoint has a metric. Considers only checkpoints whose mode is the same as that of the
-    newest checkpoint with a metric."""
+    no checkpoint has a metric. Considers only checkpoints with the same mode as the newest
+    checkpoint that has a metric."""
     measured = [
         (path, info.metric, info.mode)
         for path, info in newest_first

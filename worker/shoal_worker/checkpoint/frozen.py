@@ -7,7 +7,7 @@ target network, a moving average), so each save compares digests of all values.
     step-1200/
       checkpoint.json                                  under "frozen": dtype, shape and digest of
                                                        each frozen parameter
-      frozen-3f0c...-00001-of-00003.safetensors        their values, in the form of `shards.py`
+      frozen-3f0c...-00001-of-00003.safetensors        their values, in the format of `shards.py`
 
 With "write", the files are named by a digest of everything in them. The next checkpoint with the
 same frozen values has hard links to the same files, or copies if the file system has no links. Each
@@ -53,7 +53,7 @@ class Frozen:
 
     mode: FrozenMode = "write"
     tensors: Mapping[str, Described] = field(default_factory=dict)
-    """Their descriptions, by their names in the state."""
+    """Descriptions of the frozen parameters, by their names in the state."""
     source: Path | None = None
     """An earlier checkpoint whose files contain the values; None if there is none."""
 
@@ -108,7 +108,8 @@ class FrozenValues:
         """Names of parameters whose values have changed between two saves."""
 
     def state_replaced(self) -> None:
-        """Accepts the loaded checkpoint's values as frozen, whatever values the script built."""
+        """Treats the loaded checkpoint's values as frozen, no matter which values the script
+        created."""
         self._last = {}
 
     def decide(
@@ -123,7 +124,7 @@ class FrozenValues:
 
         Args:
             found: current descriptions of all parameters that may be frozen.
-            built: descriptions of the values that the script built before training.
+            built: descriptions of the values that the script created before training.
             newest: the newest checkpoint in the directory.
         """
         last = built if self._last is None else self._last

@@ -34,7 +34,7 @@ from shoal_common.errors import CorruptDataError, UnavailableError
 
 from shoal_worker.state.serial import stored
 
-# ------------------------------------------------------------------------------ one file of tensors
+# ---------------------------------------------------------------------------------- one tensor file
 #
 # One safetensors file of a checkpoint. Its size and digest are recorded when it is written, and
 # must match when it is read.
@@ -117,8 +117,8 @@ def read_tensors(
     file = verify_file(path, name, about)
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
-            # Copied: the library maps the file, and the tensors must outlive the mapping. It is not
-            # a mapping type: it has only keys().
+            # Copied, because the library maps the file into memory, and the tensors must outlive
+            # the mapping. `opened` is not a Mapping: it has only keys().
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError, ValueError) as error:
@@ -301,8 +301,8 @@ class CheckpointInfo:
     generation: int
     """Generation that saved the checkpoint."""
     run: str = ""
-    """The checkpoint's run. A run starts without a checkpoint, and includes later membership
-    changes and resumes."""
+    """Id of the run that saved the checkpoint. A run starts without a checkpoint, and continues
+    across membership changes and resumes."""
     metric: float | None = None
     """Quality of the state, used to choose the best checkpoint; None if the script gave no
     metric."""

@@ -111,8 +111,8 @@ def downloaded(
     named: str | Path, settings: WorkerSettings, *, best: bool = False
 ) -> Iterator[Path]:
     """Yields the local path of a checkpoint, or of a directory of checkpoints, which can be read
-    within the context. For a URL, downloads one checkpoint: the one that the URL names, or else the
-    newest or, with `best`, the best one.
+    within the context. For a URL, downloads one checkpoint. If the URL does not name a checkpoint,
+    that is the newest one or, with `best`, the best one.
 
     Raises:
         ConfigurationError: there is no such checkpoint.

@@ -7,10 +7,10 @@
         uploading.json          present while a process uploads: its run
         checkpoint.json         written last, removed first
 
-Nothing is renamed, because an object storage cannot. A process that dies during an upload leaves a
-folder without a manifest, which does not count as a checkpoint. The next upload of the same run
-removes such folders. A listing may be out of date, but objects are not: `newest.json` finds a
-checkpoint that the listing lacks, and a folder counts only if its manifest can be read.
+Nothing is renamed, because an object storage cannot rename objects. A process that dies during an
+upload leaves a folder without a manifest, which does not count as a checkpoint. The next upload of
+the same run removes such folders. A listing may be out of date, but objects are not: `newest.json`
+finds a checkpoint that the listing lacks, and a folder counts only if its manifest can be read.
 `uploads.py` and `saving.py` decide which rank uploads, and when.
 """
 
@@ -222,7 +222,7 @@ class RemoteCheckpoints:
                 if info is None or info.run in (run, "")
             ]
             if written not in (name for name, _ in own):
-                return  # the listing is out of date: what else does it lack?
+                return  # the listing is out of date and may lack other checkpoints as well
             for name in superseded(own, written, keep):
                 self._remove(name)
                 self._infos.pop(name, None)

@@ -217,8 +217,8 @@ class SavedRows:
             verify_file(self.path, *self._file(table, number))
 
     def _made(self, table: str, number: int, buckets: int) -> BucketImage:
-        """Returns one bucket of a table whose number of buckets differs from the checkpoint's, from
-        all files that may contain its ids."""
+        """Returns one bucket of a table whose number of buckets differs from the number in the
+        checkpoint, from all files that may contain its ids."""
         before = self._buckets(table)
         step = math.gcd(before, buckets)
         parts = []

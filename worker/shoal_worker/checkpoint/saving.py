@@ -99,8 +99,8 @@ class CheckpointSaver:
         """Uploads to the URL of the newest save, if this process has completed a checkpoint for
         that URL."""
         self._checked: tuple[str, str] | None = None
-        """URL and run of the newest save for which the object storage was checked. The same on all
-        ranks that took part in that save."""
+        """URL and run of the newest save for which the object storage has been checked. The same on
+        all ranks that took part in that save."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -228,8 +228,8 @@ class CheckpointSaver:
             self._submit(session, write, what=what)
 
     def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
-        """Checks once per URL and run, before the first save, that the first rank can use the
-        object storage and may save there. Must be called on all ranks, within an operation.
+        """Checks before a run's first save to a URL that the first rank can use the object storage
+        and may save there. Must be called on all ranks, within an operation.
 
         Raises:
             ShoalError: the rank may not save to this URL, or the storage fails; raised on all
@@ -253,8 +253,8 @@ class CheckpointSaver:
         fence: Callable[[], None],
     ) -> Callable[[], None]:
         """Returns a function that starts uploading the checkpoints that this process has completed
-        in `directory`. Must be called on the training thread; the returned function, on the
-        writer's."""
+        in `directory`. Must be called on the training thread; the returned function must be called
+        on the writer's thread."""
         if place.url is None:
             self._uploads = None
             return lambda: None
@@ -401,7 +401,7 @@ class _Elsewhere:
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
-            return  # the directory may be on the other rank's machine only
+            return  # the directory may exist only on the other rank's machine
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
         while not self._is_done():
             now = time.monotonic()
@@ -466,11 +466,12 @@ class _Copy:
                 unfit = self.session.unfit(part.state["replica"])
             self._take_part(part, channel)
         else:
-            # before the state, because afterwards the last step's pending pushes no longer matter
+            # before the state: this waits until the servers have all pushes of the last step, so
+            # the pending pushes in the state no longer matter
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
-                if self.session.is_first:  # or the copy is not written
+                if self.session.is_first:  # otherwise the copy is not written
                     unfit = self.session.unfit(whole["replica"])
                 self.whole = whole.pop("replica") | whole
         decision = {
@@ -503,8 +504,8 @@ class _Copy:
         )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """Returns the argument `rows` of `write_checkpoint`. If other workers keep training the
-        rows, they are read when the checkpoint is written."""
+        """Returns the argument `rows` of `write_checkpoint`. If other workers continue to train the
+        rows, that function reads the rows when the checkpoint is written."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}

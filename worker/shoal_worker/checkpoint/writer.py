@@ -117,9 +117,9 @@ class CheckpointWriter:
 
 
 # Waiting for a disk or an object storage within an operation. This wait may take longer than a
-# collective's timeout. If the other ranks waited for it in a collective, they would consider the
-# rank stuck. All ranks therefore report to one another repeatedly whether they are done. Runs on
-# the training threads; disk access runs on separate threads.
+# collective's timeout. If the other ranks waited in a collective, they would mistake the rank that
+# accesses the disk for a stuck rank. All ranks therefore report to one another repeatedly whether
+# they are done. Runs on the training threads; disk access runs on separate threads.
 
 T = TypeVar("T")
 

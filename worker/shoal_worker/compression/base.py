@@ -2,8 +2,8 @@
 methods of summing compressed gradients across ranks.
 
 A compressor is immutable: it has settings, but no state. The state between steps (error feedback,
-warm starts) is in a `Memory`, per rank and bucket. An `Exchange` sums a bucket across ranks.
-shoal_common.formats.codecs defines the payload format.
+warm starts) is in a `Memory`, separately for each rank and each bucket. An `Exchange` sums a bucket
+across ranks. shoal_common.formats.codecs defines the payload format.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class KeyedRandom:
 # -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Piece's position in the partition, in ascending order -> rows and columns of the piece of a
-tensor (`codecs.piece_shape`)."""
+"""Shapes of the pieces of tensors in a partition: position of the piece, in ascending order -> its
+rows and columns (`codecs.piece_shape`)."""
 
 _TILE: Final = 1 << 17
 """Number of values processed at a time on the CPU. Several operations on these 512 KiB run in the
@@ -98,8 +98,8 @@ class GradientCompressor(abc.ABC):
     """True if the compressor treats tensors as matrices and therefore does not support sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """Multiple of elements at which each part begins if parts of a tensor are compressed
-    separately, so that no block belongs to two parts."""
+    """Alignment, in elements, of parts of a tensor that are compressed separately: each part begins
+    at a multiple of this number, so that no block belongs to two parts."""
 
     error_feedback: bool = False
     """True if the compression error of a step is added to the next step's gradient (Karimireddy et

@@ -3,7 +3,7 @@
 The state consists of **residuals** (error feedback: the compression error, added to later steps),
 which differ between ranks, and **warm starts** (PowerSGD's factors), which are the same on all
 ranks. A step only *proposes* new state, which takes effect when the step commits. An aborted step's
-proposals are discarded, so that its repetition starts from the same state.
+proposals are discarded, so that the repeated step starts from the same state.
 
 If a rank dies or leaves, its residuals are lost. This loss is bounded: a residual is at most a
 fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
@@ -67,8 +67,9 @@ class BucketMemory:
         must subtract the values that it sends from this memory.
 
         `owned`: the part of the bucket whose sum this rank computes. Residuals of other parts,
-        which this rank owned for a different set of ranks, are added to its own residual. A
-        residual of a different size is dropped, because the bucket's layout has changed.
+        which this rank owned when the group had different ranks, are added to this rank's own
+        residual. A residual of a different size is dropped, because the bucket's layout has
+        changed.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)

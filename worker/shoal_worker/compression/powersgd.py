@@ -42,7 +42,8 @@ class PowerSGDCompressor(GradientCompressor):
 
     A push to a parameter server contains P and Q for each piece of a tensor on the server, which
     multiplies them (`codecs.POWERSGD`). Large tensors are split, between rows, into several pieces.
-    If the server applies a push, the next push starts with its Q.
+    If the server applies a push, the worker's next push starts with the Q of that push (unless
+    `warm_start` is False).
 
     Both sums are all-reduces of float32. Each rank orthonormalizes P itself (QR in float32), so
     results are bitwise equal only if all ranks have the same kind of processor and the same version
@@ -59,8 +60,8 @@ class PowerSGDCompressor(GradientCompressor):
     warm_start: bool = True
     """True to start each step with the last step's Q; False to start with a new random Q."""
     minimum_saving: float = 2.0
-    """A matrix is compressed only if P and Q together are at least this many times smaller; at
-    least 1."""
+    """Minimum ratio between the size of a matrix and the total size of P and Q; a matrix with a
+    smaller ratio is not compressed. At least 1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:

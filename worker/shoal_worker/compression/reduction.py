@@ -59,7 +59,7 @@ class Reduction:
 
     def abandon(self) -> None:
         """Waits until no collective is in progress, and discards the result. Used if the step is
-        aborted or the script did not intend a step."""
+        aborted, or if the script did not mean to take a step."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -81,8 +81,8 @@ class Reduction:
 class CompressedReduction:
     """Sums buckets across ranks with one compressor. Each model has one on each rank.
 
-    **NaN and infinity** are preserved: if any rank's bucket contains one, so does the result on
-    every rank (each compressor documents where). The residual of such a bucket does not change.
+    **NaN and infinity** are preserved: if any rank's bucket contains one, the result contains one
+    on every rank (each compressor documents where). The residual of such a bucket does not change.
     **An aborted step, or a step that a GradScaler skips**, is rolled back. If peers have applied a
     step that failed on this rank, the step is committed, because the sum contains this rank's
     gradients. **Membership**: the residual of a lost rank is lost, which is a bounded error

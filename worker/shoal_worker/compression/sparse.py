@@ -37,8 +37,8 @@ from shoal_worker.compression.base import (
 _SAMPLES: Final = 1 << 16
 """Number of values sampled to estimate a threshold."""
 _SURPLUS: Final = 1.25
-"""Multiple of k: number of values that an estimated threshold should select. If it selects fewer
-than k values, all values must be searched."""
+"""Number of values that an estimated threshold should select, as a multiple of k. If it selects
+fewer than k values, all values must be searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,8 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """Exchange by an all-reduce of the selected values; all ranks know their positions."""
+    """Exchange by an all-reduce of the selected values, whose positions are the same on all
+    ranks."""
 
     chosen: RandomKCompressor
 

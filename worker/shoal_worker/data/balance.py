@@ -4,9 +4,9 @@ Each rank measures how long it works on a micro-batch, excluding waits for peers
 steps (`exchanges_after`) the ranks exchange these times. From them, all ranks compute the same
 shares: the numbers of micro-batches that let the slowest rank finish as early as possible. The
 shares apply until the generation ends; a new generation starts with equal shares. The samples of a
-step, and with `deterministic=True` its result, do not depend on the shares. Without that option,
-the results of two runs would differ in their last digits, because measured times differ, so dealing
-by speed must be requested.
+step, and with `deterministic=True` its result, do not depend on the shares. Without
+`deterministic=True`, measured times would make the results of two runs differ in their last digits,
+so dealing by speed must be requested.
 
 Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
 loss that is not a mean over samples would depend on the share's size. Micro-batches have the same
@@ -33,7 +33,8 @@ _EARLY_EXCHANGES: Final = (4, 8)
 """Numbers of steps after which there are additional exchanges, because a run starts with equal
 shares."""
 _LEAST_DIFFERENCE: Final = 1.15
-"""Minimum ratio of the slowest to the fastest rank's time for dealing by speed."""
+"""Minimum ratio between the times of the slowest and the fastest rank at which micro-batches are
+dealt by speed."""
 _PARTS: Final = 1_000_000_000
 """Units per second, and per unit of relative speed, in exchanged numbers: times are sent as integer
 nanoseconds."""
@@ -44,8 +45,7 @@ noise in the measurements has no effect."""
 
 @functools.lru_cache(maxsize=8)
 def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
-    """Divides micro-batches among ranks so that the rank with the most work has as little as
-    possible.
+    """Divides micro-batches among ranks so that the slowest rank finishes as early as possible.
 
     Every rank gets at least one micro-batch if there are enough. With equal costs, the shares
     differ by at most one micro-batch, and the lower ranks get the larger shares.

@@ -6,11 +6,12 @@ It is immutable, with one method per transition.
 
 Inside `epochs()`, an iteration belongs to that loop's epoch. Otherwise the k-th iteration is epoch
 k, not counting iterations that are abandoned before their first commit (`next(iter(loader))`, to
-look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the
-remaining batches; of a later epoch, all batches. If the script leaves the loop over the batches
-early and starts the next epoch, the rest of the epoch is abandoned. If it leaves `epochs()` as
-well, the rest is not abandoned: probably a time limit has ended the script, and a resumed run
-continues in the middle of the epoch. The same applies when `epochs(max_steps=...)` ends.
+look at a batch). An iteration of a finished epoch yields nothing. An iteration of the cursor's
+epoch yields the remaining batches, and an iteration of a later epoch yields all batches. If the
+script leaves the loop over the batches early and starts the next epoch, the rest of the epoch is
+abandoned. If it leaves `epochs()` as well, the rest is not abandoned: probably a time limit has
+ended the script, and a resumed run continues in the middle of the epoch. The same applies when
+`epochs(max_steps=...)` ends.
 
 This module does not deal samples or use the session. Must be used by the training thread only.
 """
@@ -169,8 +170,8 @@ class LoaderProgress:
             self.cursor = self.cursor.at_epoch(epoch)
 
     def take_part(self, epoch: int) -> None:
-        """Records that a step of `epoch` begins. The script has therefore reached the position in
-        the loaded state."""
+        """Records that a step of `epoch` begins, and therefore that the script has reached the
+        epoch at which the loaded state continues."""
         self.move_to(epoch)
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
@@ -199,7 +200,7 @@ class LoaderProgress:
         return self.cursor.epoch if self.cursor.epoch == self._leased_in else None
 
     def finish_leased_batch(self) -> None:
-        """Records that a leased batch was committed."""
+        """Records that a leased batch has been committed."""
         self.cursor = self.cursor.after_leased_batch()
         self._leased_in = self.cursor.epoch
 

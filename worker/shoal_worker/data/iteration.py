@@ -357,7 +357,7 @@ class Iterations:
         except GeneratorExit:
             progress.leave_epochs(epoch)
             met = self._introduction.met
-            # a stopped run may have left after an epoch that is not finished
+            # a stopped run may have left the loop before the end of an epoch
             if met is not None and not self._stopped and _left_by_for():
                 met.epochs_left(source)
             raise

@@ -11,8 +11,8 @@ loop:
 
 The cursor moves only when the session reports that a step is committed. Batches that were passed to
 the loop but not committed are dealt again. The loader makes no membership decisions and does not
-reduce gradients. None of its parts refers to the loader, so when the script drops it, it is freed
-and its name becomes available.
+reduce gradients. None of its parts refers to the loader. When the script drops the loader, the
+loader is therefore freed and its name becomes available.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ class ElasticDataLoader:
             dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
                 takes a list of indices); or a stream: an `IterableDataset`, which every rank reads
                 completely but trains on only in part, or a `ShardedStream` (docs/streams.md).
-            global_batch_size: number of samples in a step, in total over all ranks, however many
-                there are.
+            global_batch_size: number of samples in a step, in total over all ranks, regardless of
+                their number.
             micro_batch_size: number of samples in a micro-batch; ranks are then dealt complete
                 micro-batches.
             batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
                 and `global_batch_size` is required.
-            seed: seed of the order, and of the global random generators of torch, NumPy and Python,
-                which are seeded again for each batch, so that datasets, models and the loop may
-                draw from them. Must be the same on every rank.
+            seed: seed of the order, and of the global random generators of torch, NumPy and Python.
+                They are seeded again for each batch, so that datasets, models and the loop may draw
+                from them. Must be the same on every rank.
             shuffle: True to use a new order in each epoch instead of the dataset's order. None:
                 True, or False for a stream, which has its own order. For a `ShardedStream`, True
                 shuffles the shards. No effect with `sampler` or `train=False`.
@@ -352,8 +352,8 @@ class ElasticDataLoader:
         Raises:
             ConfigurationError: the loader has a batch_sampler other than torch's `BatchSampler`, a
                 DistributedSampler, a worker_init_fn, a `multiprocessing_context` that differs from
-                the process's, or an `__iter__` of its own, or `ElasticDataLoader` rejects its
-                arguments.
+                the process's default, or an `__iter__` of its own, or `ElasticDataLoader` rejects
+                its arguments.
         """
         arguments = arguments_of(loader, "from_dataloader")
         if global_batch_size is not None:
@@ -733,7 +733,8 @@ def check_sizes(
 def check_rest(
     *, seed: int, num_workers: int, name: str | None, drop_last: bool, train: bool
 ) -> None:
-    """Raises ConfigurationError for an invalid argument that can be checked alone."""
+    """Raises ConfigurationError for an invalid argument that can be checked independently of the
+    others."""
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:

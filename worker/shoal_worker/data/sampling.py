@@ -151,12 +151,12 @@ def part_of(items: int, rank: int, world_size: int) -> slice:
 # ------------------------------------------------------------ orders: which sample is at a position
 #
 # The order of the samples in each epoch: `permutation`, or the indices drawn by a user's sampler.
-# The sampler is iterated once per epoch and process. Every rank must draw the same indices,
+# Each process iterates over the sampler once per epoch. Every rank must draw the same indices,
 # including a joiner, which has not drawn the earlier epochs. The sampler's `set_epoch` is therefore
 # called if it exists, and its own random generators (torch's, NumPy's and Python's) and the global
 # ones are seeded before it draws. A sampler may still draw different indices, because it uses the
-# rank or a random generator from elsewhere. This is detected by a digest of the indices, which
-# ranks compare in every step and which is part of the loader's state.
+# rank or a random generator from elsewhere. To detect this, ranks compare a digest of the indices
+# in every step. The digest is also part of the loader's state.
 
 
 def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:

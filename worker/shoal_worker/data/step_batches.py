@@ -1,11 +1,11 @@
 """Sources of a loader's next step. A step is either dealt, so that each rank gets its own part, or
 leased first come, first served.
 
-This module owns the leases, and the step that was dealt to this rank and is not committed yet. A
-lease is a batch that this member took first come, first served; it ends when the batch is finished,
-or when it is returned because the script left the loop. The module moves the cursor of the
-`LoaderProgress` when a step commits, or when an epoch turns out to have no further step. It does
-not fetch samples. Must be used by the training thread only.
+This module owns the leases, and the step that has been dealt to this rank and is not committed yet.
+A lease is a batch that this member took first come, first served; it ends when the batch is
+finished, or when it is returned because the script left the loop. The module moves the cursor of
+the `LoaderProgress` when a step commits, or when an epoch turns out to have no further step. It
+does not fetch samples. Must be used by the training thread only.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Step:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over this rank's batches. Raises PreconditionError if the step was iterated
-        before, because samples would count twice."""
+        """Iterates over this rank's batches. Raises PreconditionError if the step has already been
+        iterated over, because samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
                 f"step {self.number} of epoch {self.epoch} was already iterated. Iterate over a "
@@ -185,7 +185,7 @@ class Dealer:
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
         """Returns the requests for the batches of `numbers`. Like the iterator `numbers`, the
-        result may yield further items after it was exhausted."""
+        result may yield further items after it has been exhausted."""
 
         def whole(number: int) -> Request:
             step = self.leased(dealt.epoch, number, dealt.placement)
@@ -265,7 +265,7 @@ class LeasedBatches:
 
     def coming(self) -> Iterator[int]:
         """Yields the batch returned last, then the other leased batches in order, and then batches
-        that are leased later. May yield further batches after it was exhausted."""
+        that are leased later. May yield further batches after it has been exhausted."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
@@ -328,7 +328,7 @@ class Supply(abc.ABC):
 
     def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
-        """The step that was dealt and is neither committed nor dropped; None if there is none."""
+        """The step that has been dealt but neither committed nor dropped; None if there is none."""
         self._progress = progress
 
     @abc.abstractmethod
@@ -396,7 +396,7 @@ class Supply(abc.ABC):
         self.current = None
 
     def reset(self) -> None:
-        """Drops the current step because a different cursor was loaded."""
+        """Drops the current step because a different cursor has been loaded."""
         self.drop()
 
     def commit(self) -> DealtStep | None:

@@ -126,8 +126,8 @@ def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _check_iteration(loader: DataLoader[Any], what: str) -> None:
-    """Raises ConfigurationError if the DataLoader's own iteration does more than torch's, or begins
-    at a saved position."""
+    """Raises ConfigurationError if the DataLoader's class overrides torch's iteration, or if its
+    iteration would begin at a saved position."""
     definer = next(kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
     if definer is not DataLoader and not definer.__module__.startswith(_STATEFUL):
         raise ConfigurationError(
@@ -144,8 +144,8 @@ def _check_iteration(loader: DataLoader[Any], what: str) -> None:
 
 
 def _check_data_workers(loader: DataLoader[Any], what: str) -> None:
-    """Raises ConfigurationError if Shoal's data workers would behave differently from the
-    DataLoader's."""
+    """Raises ConfigurationError if Shoal's data workers would behave differently from the data
+    workers of the DataLoader."""
     if not loader.num_workers:
         return  # torch ignores these arguments as well
     if loader.worker_init_fn is not None:

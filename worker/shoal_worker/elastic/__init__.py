@@ -1,8 +1,8 @@
 """The session: one process's part in a training run whose ranks may fail, leave and join.
 
 It receives the calls of the user's loop, through loaders (`contract/loader_interface.py`) and
-engines (`state/strategy_interface.py`). It returns the outcome of each step, the same on all
-surviving ranks. Each package imports only packages below it in this list:
+engines (`state/strategy_interface.py`). It returns the outcome of each step, which is the same on
+all surviving ranks. Each package imports only packages below it in this list:
 
 - `session`: the session itself, which answers the calls of the user's script.
 - `recovery`: steps, step boundaries, and the formation of a generation after a failure or a join.

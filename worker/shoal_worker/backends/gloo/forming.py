@@ -46,8 +46,8 @@ class GlooGroup:
     """A connected group, its connections, and the time limit of its collectives and messages."""
 
     process_group: dist.ProcessGroup
-    """Group for torch's parallel code. It is created as by torch's new_group, but not registered
-    with torch."""
+    """Group for torch's parallel code. It is created in the same way as by torch's new_group, but
+    not registered with torch."""
     sockets: GroupSockets
     sums: ShortSums | None
     """Connections for short sums; None if the group has none."""
@@ -188,8 +188,8 @@ def _as_process_group(
 
 
 class FormingGroup:
-    """Runs `connect_gloo` in a thread, which is not a daemon, because the interpreter would crash
-    if it exited while the thread is running."""
+    """Runs `connect_gloo` in a thread. The thread is not a daemon: if the interpreter exited while
+    a daemon was running, it would crash."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ Breaking a group's connections does not end all waits on them. When a connection
 middle of a message, Gloo notifies the operations queued before and after that message, but not the
 operation that is transferring it (in Pair::signalException): that operation sleeps until the
 group's timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes
-with Gloo's work, or shortly after `abort` regardless of Gloo. The delay allows the notified
-operations to end, which may write to their tensors until then. An operation that sleeps
+with Gloo's work, or shortly after `abort` regardless of Gloo. The notified operations may write to
+their tensors until they end; the delay gives them time for that. An operation that sleeps
 (native_threads.py) never writes again. It continues to sleep until its timeout, and the group is
 destroyed afterwards.
 
@@ -153,7 +153,7 @@ class InterruptibleGroup(ForwardingGroup):
             self._works_ended.set()
 
     def await_end(self) -> None:
-        """Blocks after an abort until all pending works have ended and Gloo no longer writes to
+        """Blocks after an abort until all pending works have ended and Gloo has stopped writing to
         their tensors."""
         if not self._works_ended.wait(_WORKS_END_S):
             raise InternalError(
@@ -165,8 +165,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
-        """Aborts the group and releases it. If Gloo has unfinished work, the native group lives
-        until that has ended, without blocking the caller. Idempotent."""
+        """Aborts the group and releases it. If Gloo has unfinished work, the native group is kept
+        until that work has ended, without blocking the caller. Idempotent."""
         self.abort("the process group was shut down")
         _open.discard(self)
         self._closer()
@@ -216,9 +216,9 @@ class InterruptibleGroup(ForwardingGroup):
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo implements reduce-scatter as an all-reduce, and each rank then copies its part: it sends
-    # twice the bytes, and its work has no future. Here, each rank receives its parts from all other
-    # ranks and sums them itself.
+    # Gloo implements reduce-scatter as an all-reduce, after which each rank copies its part. This
+    # sends twice as many bytes, and Gloo's work has no future. Here, each rank receives its parts
+    # from all other ranks and sums them itself.
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
@@ -376,7 +376,7 @@ class InterruptibleGroup(ForwardingGroup):
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        # a device's allocator caches memory itself, and knows which streams still use it
+        # a device's allocator caches memory itself, and tracks which streams still use it
         kept = in_host_memory(parts.device)
         received = (
             self._scratch.take(parts.shape, parts.dtype, parts.device)

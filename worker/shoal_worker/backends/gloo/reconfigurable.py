@@ -2,8 +2,9 @@
 
 `init_process_group("shoal_gloo", enable_reconfigure=True)` creates a `ReconfigurableGroup` without
 connections. Each `_reconfigure` aborts the previous group of ranks (interruptible.py), waits until
-Gloo no longer uses its tensors, and connects the ranks whose handles it receives. With torch's own
-Gloo, pending collectives remain and write to their tensors when a stopped rank continues.
+Gloo has stopped using that group's tensors, and connects the ranks whose handles it receives. With
+torch's own Gloo, pending collectives remain and write to their tensors when a stopped rank
+continues.
 
 When one rank leaves, dies or reconfigures, its group of ranks ends for all of them, so that no rank
 waits for a rank that has left.
@@ -102,8 +103,8 @@ class ReconfigurableGroup(ForwardingGroup):
         Must be called on all of these ranks, with the same new uuid and the same handles. Blocks
         until all are connected, for at most `opts.timeout`; `abort` ends the wait. Raises
         DistBackendError immediately, and leaves the group unchanged, if the uuid has been used
-        before or the handles do not contain this process. Raises GroupEndedError if ranks do not
-        connect or disconnect: then there is no group, and the call may be retried.
+        before or the handles do not contain this process. Raises GroupEndedError if a rank does not
+        connect, or disconnects: there is then no group, and the call may be retried.
         """
         handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
         if opts.uuid in self._used:
@@ -166,8 +167,8 @@ class ReconfigurableGroup(ForwardingGroup):
             return self._group
 
     def _end(self, reason: str) -> None:
-        """Aborts the current group, and blocks until Gloo no longer writes to the tensors of its
-        collectives."""
+        """Aborts the current group, and blocks until Gloo has stopped writing to the tensors of the
+        group's collectives."""
         with self._lock:
             group, self._group, self._reason = self._group, None, reason
         if group is not None:

@@ -82,8 +82,8 @@ class _Swap:
     source: socket.socket
     source_rank: int
     rows: int
-    """Number of ranks whose numbers are sent, beginning with this rank's; the same number is
-    received."""
+    """Number of ranks whose numbers are sent, beginning with this rank. The numbers of as many
+    ranks are received."""
 
 
 class ShortSums:

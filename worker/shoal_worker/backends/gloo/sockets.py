@@ -71,8 +71,8 @@ _SEND_BYTES: Final = 1 << 19
 """Size of the send buffer of a connection within this host; the kernel doubles the value for its
 own needs.
 
-By default, the buffer accepts 4 MiB at a time, which are copied under a lock while Gloo's other
-thread spins in epoll_wait: a quarter of all processor time
+By default, the buffer accepts 4 MiB at a time. They are copied under a lock while Gloo's other
+thread spins in epoll_wait; the spinning takes a quarter of all processor time
 (docs/explanation/backends.md#gloo-faster-collectives). Connections between hosts need more data in
 flight and keep the kernel's default size.
 """
@@ -83,8 +83,8 @@ _U64: Final = struct.Struct("=Q")
 _BYTES_ACKED_AT: Final = 120
 _BUSY_TIME_AT: Final = 168
 _TCP_INFO_BYTES: Final = 176
-"""Offsets in the kernel's struct tcp_info (linux/tcp.h), whose fields never move because new ones
-are appended."""
+"""Two offsets in the kernel's struct tcp_info (linux/tcp.h), and the size that includes both
+fields. The offsets never change, because new fields are appended."""
 
 _SCANNING: Final = threading.Lock()
 """Lock held during a scan of all sockets. A scan temporarily copies each socket, and a concurrent
@@ -178,8 +178,9 @@ class GroupSockets:
                     pass
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Starts a thread that calls `lost` once with a description, GRACE_S after a connection of
-        the group was closed. The thread runs until `close`."""
+        """Starts a thread that waits until a connection of the group closes and, GRACE_S later,
+        calls `lost` with a description. The thread ends after this call, or when `close` is
+        called."""
         arguments = (self._stop, list(self._copies), lost)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True

@@ -46,11 +46,12 @@ seconds. The thread may never end if it is waiting in the middle of a message.
 """
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""Duration of a wait in C++ before it checks whether the group has ended."""
+"""Duration of one wait in C++, after which the waiting thread checks whether the group has
+ended."""
 
 
 class Owner(Protocol):
-    """Interface of the group that issued a work, as the work uses it."""
+    """Interface that a work requires of the group that has issued it."""
 
     waits: Waits
     waiter: Waiter
@@ -185,8 +186,8 @@ class InterruptibleWork(Work):
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits briefly in C++, which is the fastest way to notice that Gloo has completed the
-        work, but does not notice an abort.
+        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work,
+        but it does not notice an abort.
         """
         native = self._native
         if native is None:
@@ -287,8 +288,8 @@ class Transfer(Work):
         """True once Gloo has completed the transfer."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the tensor was sent or received. `timeout` None or 0: the group's timeout.
-        Raises GroupEndedError if the group has ended. A timeout also aborts the group."""
+        """Blocks until the tensor has been sent or received. `timeout` None or 0: the group's
+        timeout. Raises GroupEndedError if the group has ended. A timeout also aborts the group."""
         limit = timeout or self._group.timeout
         with self._group.waits.of(self._name):
             if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
@@ -440,8 +441,8 @@ def end_works(
 #
 # One work for a collective that consists of others, such as an all-gather made of broadcasts.
 #
-# The group follows, aborts and counts each part as if it had been issued alone. For threads, the
-# rules of the parts apply.
+# The group follows, aborts and counts each part as if it had been issued alone. The threading rules
+# of the parts apply to it as well.
 
 
 class AllOf(Work):

@@ -3,8 +3,8 @@
 If the tensors of a list are adjacent in memory, MPI reads and writes that memory directly;
 otherwise they are copied first. MPI determines the order of summation in its own reductions
 (all-reduce, reduce). Half precision, which MPI does not support, is reduced as float32 and rounded
-once. A reduce-scatter is implemented as an all-to-all; then each rank sums its parts in rank order,
-as with Gloo; it sends half precision unchanged. Importing this module starts MPI.
+once. A reduce-scatter is implemented as an all-to-all, which sends half precision unchanged; each
+rank then sums its parts in rank order, as with Gloo. Importing this module starts MPI.
 
 Threads: one thread issues collectives, which complete in that thread or in works.py. Any thread may
 call `abort`.
@@ -146,7 +146,7 @@ class Reduced:
         self._values = values
         booleans = values.dtype == torch.bool
         self.op = (_OPS_OF_BOOLEANS if booleans else _OPS)[self._name]
-        """Operation in MPI that implements torch's `op`."""
+        """MPI's operation that implements torch's `op`."""
         self.buffer = (
             [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
         )

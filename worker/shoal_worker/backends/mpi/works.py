@@ -32,7 +32,7 @@ _POLLING_PAUSE_S: Final = 0.0002
 
 
 class Owner(Protocol):
-    """Interface of the group that issued a work, as the work uses it."""
+    """Interface that a work requires of the group that has issued it."""
 
     @property
     def timeout(self) -> timedelta:

@@ -8,9 +8,9 @@ variables, which torch reads when a group is created, and with a timeout that ne
 Comments beside each variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
 
 Communicators are non-blocking unless SHOAL_NCCL_BLOCKING is set: a blocking communicator cannot be
-aborted until all ranks have connected, because torch has no handle of it before. The setting exists
-because torch itself has used blocking communicators by default since 2.7.1 (pytorch#153960), so
-non-blocking ones are rarely used.
+aborted until all ranks have connected, because torch has no handle to it before then. The setting
+exists because torch itself has used blocking communicators by default since 2.7.1 (pytorch#153960),
+so non-blocking ones are rarely used.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ WATCHDOG: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # After an error, the watchdog would sleep four times as long, holding the lock that the next
-    # collective needs.
+    # After an error, the watchdog would sleep for four times this duration, holding the lock that
+    # the next collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # An error of one group must not affect all groups, and CUDA errors are detected by the waits.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
@@ -54,14 +54,13 @@ WATCHDOG: Final = {
 }
 """Variables that ProcessGroupNCCL reads when a group is created, with their required values."""
 QUIET: Final = {
-    # Would log a warning at the first message that torch runs messages in the order of the group's
+    # At the first message, would log a warning that torch runs messages in the order of the group's
     # collectives. Shoal's schedules take this into account.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Variables that silence warnings that users cannot act on."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-"""Variable, with its value, that torchrun, and `shoal run` for plain scripts, set for all
-workers."""
+"""Variable and value that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
 """A timeout that never expires. torch counts it in nanoseconds, which overflow after 292 years."""
 _LOOK_S: Final = 0.002
@@ -85,8 +84,8 @@ class Native(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One part of a division of the group `whole`, with its number. All ranks of `whole` must split
-    it at the same time."""
+    """Part number `part` of the group `whole`, which is being divided into parts. All ranks of
+    `whole` must split it at the same time."""
 
     whole: Native
     part: int
@@ -113,7 +112,7 @@ class Life(Protocol):
 
 
 class Device(Protocol):
-    """A device that runs queued collectives, while the host continues."""
+    """A device that runs queued collectives while the host continues."""
 
     @property
     def kind(self) -> str:

@@ -115,8 +115,8 @@ class Ending:
             return self._began or (not self._splits and bool(work.is_completed()))
 
     def covers(self, native: Native) -> None:
-        """Registers `native` once it has been created, so that it is aborted with the group:
-        immediately, if the group has already begun to end."""
+        """Registers `native` once it has been created, so that it is aborted with the group, or
+        immediately if the group has already begun to end."""
         with self._lock:
             self._natives.append(native)
             late = self._began

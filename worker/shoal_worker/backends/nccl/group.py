@@ -363,7 +363,7 @@ class DeviceGroup(ForwardingGroup):
                 self._device.has_failed(error) or not is_refusal(error)
             ):
                 self.lost(name, error)
-            # an ended group's errors about its arguments are not the caller's mistake
+            # if the group has ended, its errors about arguments are not the caller's mistake
             self.raise_if_ended()
             raise InvalidRequestError(
                 f"NCCL cannot run {name} on rank {self.rank()} of {self.size()}: {cause_of(error)}"

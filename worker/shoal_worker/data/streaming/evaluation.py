@@ -23,8 +23,8 @@ _SHIFT: Final = 32
 """Number of low bits of a batch's number that contain its index in the source. The bits above them
 contain the number of the source."""
 _FIRST: Final = -1
-"""Key used to report the first item of the first source, among the keys of sources that were read
-to the end."""
+"""Key of the first item of the first source in a rank's report (`ended`). The other keys are the
+numbers of sources that the rank has read to the end."""
 
 
 class Part(NamedTuple):
@@ -66,7 +66,7 @@ class StreamedEvaluation:
         self._seed = seed
         self.dealing = dealing
         self._ends: dict[int, tuple[int, int]] = {}
-        """Number of items, and fingerprint of all items, of each source that was read to the
+        """Number of items, and fingerprint of all items, of each source that has been read to the
         end."""
         self._first: int | None = None
         """Fingerprint of the first source's first item, if it is compared across ranks; otherwise

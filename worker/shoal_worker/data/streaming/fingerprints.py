@@ -2,7 +2,7 @@
 iterated again, or on a different rank.
 
 A fingerprint covers an item's structure, strings, bytes, integers and booleans, and the dtype,
-shape and integers of tensors and arrays. Of long values it covers the head and the length.
+shape and integers of tensors and arrays. It covers only the head and the length of long values.
 Floating-point numbers are excluded, because machines round them differently. Mapping entries whose
 names begin with two underscores, except `__key__`, are excluded as well, such as webdataset's
 `__url__`, because the same shard may have a different path on each machine. Objects of other types

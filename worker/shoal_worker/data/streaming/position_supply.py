@@ -200,7 +200,7 @@ class PositionSupply(StreamSupply):
             return reader
         self._close()
         if self._started_epoch != epoch:
-            self._sources.close()  # a data worker's copy of the stream dates from its start
+            self._sources.close()  # a data worker's copy of the stream is as old as the worker
             self._started_epoch = epoch
         set_epoch_of(self._stream, epoch)
         self._reader = self._sources.open(

@@ -96,7 +96,7 @@ class Reader(abc.ABC):
 
     def holds(self, mark: Mark) -> bool:
         """Returns whether this reader can continue from `mark`: the available items begin at or
-        before it, and their fingerprint matches the mark's."""
+        before it, and their fingerprint matches the fingerprint in the mark."""
         return (
             self.first <= mark.position <= self.stop
             and self.mark(mark.position).fingerprint == mark.fingerprint

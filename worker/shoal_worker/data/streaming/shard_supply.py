@@ -97,8 +97,8 @@ class ShardSupply(StreamSupply):
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): a shard yielded different items than before.
-            ConfigurationError: the shards yielded no items, or under the strategy ranks do not take
-                their steps together.
+            ConfigurationError: the shards yielded no items, or the strategy lets ranks take steps
+                independently.
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
@@ -255,7 +255,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
         if self._started_epoch != epoch:
-            self._sources.close()  # data workers' copies of the stream date from their start
+            self._sources.close()  # data workers' copies of the stream are as old as the workers
             self._started_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read

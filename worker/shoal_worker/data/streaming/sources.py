@@ -96,7 +96,7 @@ class Sources:
 
     def close(self) -> None:
         """Stops the workers and their readers. The next `open` starts new workers, which see the
-        sources in their then current state."""
+        sources as they are at that time."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -115,8 +115,8 @@ class RemoteReader(Reader):
         self._worker = worker
         self._name = name
         self._expected: tuple[int, int] | None = None
-        """Position that the worker was asked to read up to, and number of that request; None if no
-        request is pending."""
+        """Position that the worker has been asked to read up to, and number of that request; None
+        if no request is pending."""
         self._id = worker.open(number, tuple(key), name, at)
 
     @override

@@ -36,8 +36,7 @@ NO_END: Final = sys.maxsize
 
 
 class StreamOrders:
-    """Implements `Orders` for a stream: the order of the items is the order in which the source
-    yields them."""
+    """Implements `Orders` for a stream: the source determines the order of the items."""
 
     drawn = False
 

@@ -95,7 +95,8 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks, after requesting those that are unknown."""
+        """Returns the peers with these ranks. First requests any that are unknown from the
+        coordinator."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
@@ -216,8 +217,8 @@ class Generation:
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members of a generation with a number below this one must leave that generation immediately.
-    Other members leave theirs at the next step boundary."""
+    """Members of a generation with a lower number than this must leave that generation immediately.
+    Members of other generations leave theirs at the next step boundary."""
     sent_topology: Topology | None = None
     """Distribution of the ranks across hosts; None: it is computed from the peers."""
     begins_run: bool = False

@@ -24,8 +24,8 @@ class StepStatus(enum.Enum):
     """All ranks contributed to the step, and every surviving rank has applied it or is about to.
     Only a return to an older checkpoint can undo it."""
     LOST = "lost"
-    """A fault aborted the step: no rank applied it, and the loader repeats the same samples,
-    redistributed."""
+    """A fault aborted the step: no rank applied it, and the loader deals the same samples
+    again."""
 
     PENDING = "pending"
     """One of several models has been updated. The step's outcome will be known after the last
@@ -213,7 +213,7 @@ class LoaderSession(Protocol):
         Called by the loader's constructor, and again before the loader's first `begin_step` under a
         different session. The loader receives the cursor stored under its name by a checkpoint or a
         peer, if there is one. The session keeps a weak reference to the loader. Raises
-        ConfigurationError if another live loader has the same name.
+        ConfigurationError if another loader with the same name still exists.
         """
         ...
 
@@ -229,8 +229,8 @@ class LoaderSession(Protocol):
     ) -> Leases:
         """Leases batches first come, first served (async_sgd), from the coordinator, or locally in
         a world of one. `want`: number of batches. 0 if the script has left the loop: all leases are
-        then returned except that of batch `at_hand`, whose step `optimizer.step()` may still finish
-        (see `Leases.took_back_at_hand`)."""
+        then returned except the lease of batch `at_hand`, whose step `optimizer.step()` may still
+        finish (see `Leases.took_back_at_hand`)."""
         ...
 
     def wait_for_others(self, what: str | None) -> None:
@@ -263,7 +263,7 @@ class StepSource(Protocol):
 
     @property
     def dealing(self) -> str:
-        """Settings that determine the loader's batches together with the cursor; must be the same
+        """Settings that, together with the cursor, determine the loader's batches; must be the same
         on all ranks."""
         ...
 
@@ -297,8 +297,8 @@ class StepSource(Protocol):
 
     @property
     def next_iteration(self) -> int:
-        """Epoch that the next iteration outside of `epochs()` would cover according only to the
-        number of iterations in this process's script so far."""
+        """Epoch that the next iteration outside of `epochs()` would cover if only the number of
+        iterations in this process's script so far mattered."""
         ...
 
     @property
@@ -372,8 +372,8 @@ class StepSource(Protocol):
 
 
 class StopTraining(Exception):
-    """Raised inside a loader to end its iteration: the job is stopped or finished, or this member
-    was drained."""
+    """Raised inside a loader to end its iteration: the job has been stopped or has finished, or
+    this member has been drained."""
 
 
 class Drained(StopTraining):

@@ -99,14 +99,14 @@ class ScriptPhase:
         )
 
     def sync(self) -> None:
-        """Enters ARRIVING after the job's state was received at a step boundary. Changes nothing in
-        a process that had the state already. Such a process may be in any phase, because a joiner
-        may also enter a run that was stopped or has returned to a checkpoint."""
+        """Enters ARRIVING after the job's state has been received at a step boundary. Changes
+        nothing in a process that already had the state. Such a process may be in any phase, because
+        a joiner may also enter a run that was stopped or has returned to a checkpoint."""
         self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Enters TRAINING when the script reaches its first live batch, or if no peer is ahead of
-        it."""
+        """Enters TRAINING when the script reaches its first batch to train on, or if no peer is
+        ahead of it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:

@@ -5,9 +5,9 @@ Each rank of a new generation sends its `RankStatus` to all others (one all-gath
 computes the same `Reconciliation` from the same list. No I/O, no torch.
 
 A generation is established only when all its members have the same state and their scripts have
-received the same number of step outcomes. Until then, some scripts must advance. A rank in doubt
-that learns that its step counts must apply the step. A rank that has not begun a step which its
-peers have already aborted must begin and abort that step too. Every survivor's script therefore
+received the same number of step outcomes. Until then, some scripts must advance. If a rank in doubt
+learns that its step counts, it must apply the step. If a rank has not begun a step that its peers
+have already aborted, it must begin and abort that step too. Every survivor's script therefore
 receives the same outcomes in the same order, and makes the same decisions."""
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class RankStatus:
     """Name that the state after the current step would have. This rank has prepared the step and
     does not know its outcome. None if there is no such step."""
     outcomes: int = 0
-    """Number of step outcomes received by the rank's script, including the current step's."""
+    """Number of step outcomes received by the rank's script, including the outcome of the current
+    step."""
     attached: bool
     """True if the rank has a model, so that it can receive a state."""
     learner: bool
@@ -136,7 +137,7 @@ class Reconciliation:
     """Rank that sends the results of the operations finished since `newest` was committed; None if
     no rank lacks results."""
     results_to: tuple[int, ...]
-    """Ranks with the newest state that lack some of these results."""
+    """Ranks that have the newest state but lack results of operations finished since then."""
     apart: tuple[int, ...]
     """Ranks that were in an operation while other ranks with the same state and the same number of
     finished operations were in a step. Their scripts have diverged, so the ranks would wait for

@@ -52,8 +52,8 @@ class RowStore(Protocol):
     @property
     def steady(self) -> bool:
         """True if rows change only in steps that all ranks take together, so that all ranks can
-        read their shares of the rows between steps. If False, rows may change at any time, and each
-        bucket has its values at the time when it is read."""
+        read their shares of the rows between steps. If False, rows may change at any time, and a
+        bucket is saved as it is when it is read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the declarations of all tables: table name -> JSON object with num_embeddings,
@@ -84,7 +84,7 @@ class RowStore(Protocol):
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns the state that the engine will capture under the key "tables" once these rows are
-        restored. Allowed only if `steady` is True. `captured`: that state now."""
+        restored. Allowed only if `steady` is True. `captured`: the current state under that key."""
 
     def next_restoration(self) -> int:
         """Returns a number for a new restoration, above the numbers of all earlier ones. Raises the

@@ -2,10 +2,10 @@
 sums.
 
 A step ends in the same way under every strategy. First, the gradients are summed. A rank that has
-everything it needs to apply the step has *prepared* it. Then follows a small commit all-reduce. A
-rank that receives its sum knows that every rank has prepared the step, so the step counts,
-regardless of later failures. If the commit all-reduce fails on a prepared rank, that rank is in
-doubt until a peer in the next generation reports whether it received the result.
+everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. If a
+rank receives its sum, every rank has prepared the step, so the step counts, regardless of later
+failures. If the commit all-reduce fails on a prepared rank, that rank is in doubt until a peer in
+the next generation reports whether it received the result.
 
 The training thread owns a step. While it waits for a collective, the collective's callback may mark
 the step as failed, on a thread of the process group.
@@ -175,8 +175,8 @@ class Requests(NamedTuple):
     """True if a rank knows that the job is stopping. All ranks stop at the next boundary, including
     ranks that have not learned of the stop yet."""
     all_leave: bool
-    """True if every rank was asked to leave, for example because an allocation is reclaimed. All
-    ranks stop together at the next boundary."""
+    """True if every rank has been asked to leave, for example because an allocation is reclaimed.
+    All ranks stop together at the next boundary."""
 
 
 class Difference(enum.Enum):

@@ -105,7 +105,7 @@ class FixedMembership:
 
     def serve(self, engine: TrainingEngine) -> None:
         """Checks that the engine fits this launch. Raises ConfigurationError for an asynchronous
-        engine, or for a backend other than the one that connects the ranks."""
+        engine, or for a backend other than the backend that connects the ranks."""
         if engine.asynchronous:
             raise ConfigurationError(
                 f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "

@@ -96,7 +96,7 @@ class HangReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """Stacks of another member on this machine that no longer sends heartbeats."""
+    """Stacks of another member, on this machine, whose heartbeats have stopped."""
 
     member_id: str
     script_line: str

@@ -56,8 +56,8 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""Maximum wait for an unavailable coordinator, in seconds, of a member that must leave and whose
-group has failed. Batch systems kill a process 30 s after SIGTERM."""
+"""Maximum time, in seconds, that a member waits for an unavailable coordinator if the member must
+leave and its group has failed. Batch systems kill a process 30 s after SIGTERM."""
 _EXPLAIN_AFTER_S = 2.0
 """Time in seconds after which the link looks for the reason why the coordinator has not accepted
 this member."""
@@ -97,20 +97,20 @@ class CoordinatorLink:
         self._newest: Generation | None = None
         self._drain: str | None = None
         self._drain_ordered = False
-        """True if the coordinator has ordered this member to drain, so that it forms a generation
-        without this member."""
+        """True if the coordinator has ordered this member to drain, and therefore forms a
+        generation without this member."""
         self._stop: str | None = None
         self._stop_now = False
         self._finished_steps: int | None = None
         self._standby: str | None = None
         self._notice = ""
         self._silent: list[tuple[str, int]] = []
-        """Member ids and pids of the processes whose stacks this member was asked to read."""
+        """Member ids and pids of the processes whose stacks this member has been asked to read."""
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
-        """Error message of the coordinator if this member left with a state that differs from its
-        peers'; otherwise empty.
+        """Error message of the coordinator if this member's state differed from the state of its
+        peers when it left; otherwise empty.
         """
         self._away_since: float | None = None
         self._away_s = 0.0
@@ -302,9 +302,8 @@ class CoordinatorLink:
         self._outbox.out_of_reach = tuple(ranks)
 
     def silent_neighbours(self) -> list[tuple[str, int]]:
-        """Returns member ids and pids of processes on this machine whose heartbeats have stopped,
-        and whose stacks the coordinator has asked this member to read. Returns each request only
-        once.
+        """Returns member ids and pids of processes on this machine whose heartbeats have stopped.
+        The coordinator has asked this member to read their stacks. Returns each request only once.
         """
         silent, self._silent = self._silent, []
         return silent

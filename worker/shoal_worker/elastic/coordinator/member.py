@@ -106,7 +106,7 @@ class Member(Protocol):
 
     def join(self) -> bool:
         """Joins the job or launch. Returns True if other ranks have already trained: this rank must
-        then replay its script up to the first live batch."""
+        then replay its script up to its first batch to train on."""
         ...
 
     def serve(self, engine: TrainingEngine) -> None:

@@ -2,7 +2,7 @@
 generation, and releases groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation, which aborts the training thread's collectives in a generation that has ended, and its
+generation. This aborts the training thread's collectives in a generation that has ended, and its
 attempt to form a superseded generation. `_lock` guards `_group` and `_forming`.
 """
 
@@ -358,16 +358,16 @@ class Membership:
         evicted since `generation`. Thread-safe.
 
         Returns normally if the coordinator cannot be reached, because a coordinator that is down
-        does not evict members. If only this process cannot reach the coordinator, it may have been
-        evicted. The state that it then publishes was committed while it was a member, but is not
-        the job's newest.
+        does not evict members. If only this process cannot reach the coordinator, this process may
+        have been evicted. The state that it then publishes was committed while it was still a
+        member, but is not the job's newest state.
 
         Raises:
             StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:
-            return  # it left while the others continued, with the job's state
+            return  # this process left while the others continued, with the job's state
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):

@@ -205,7 +205,7 @@ class ProgressMeter:
 
     @property
     def staleness(self) -> float:
-        """Staleness of the last push: in versions of the servers' values."""
+        """Staleness of the last push, in versions of the servers' values."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:

@@ -149,7 +149,8 @@ def _shown(file: str) -> str:
 
 @cache
 def _working_directory() -> str:
-    """Returns the working directory; the root directory if it was deleted."""
+    """Returns the working directory; the root directory if the working directory has been
+    deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

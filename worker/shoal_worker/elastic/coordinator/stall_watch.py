@@ -67,7 +67,7 @@ def unreachable(
                 rank, connection = key.data
                 waiting.unregister(connection)
                 with suppress(OSError):  # not accepted: the rank stays in `left`
-                    connection.send(PROBE)  # fails if connecting did
+                    connection.send(PROBE)  # raises an error if connecting has failed
                     left.discard(rank)
     return [] if given_up() else sorted(left)
 

@@ -225,7 +225,7 @@ class Group:
                 f"subgroup({members}): this group is already a subgroup and cannot be divided "
                 "further; divide the generation's group"
             )
-        self._connections[name] += 1  # several models may each connect one
+        self._connections[name] += 1  # several models may each connect a part with this name
         name = f"{name} {self._connections[name]}"
         store, backend = self._configuration.store(name), self._configuration.make_backend()
         if number is not None and self._backend is not None:
@@ -514,9 +514,9 @@ class Group:
 
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
         """Lets the communication library shut down this group and its parts in an orderly way.
-        Called before `close` or `leave` at the end of the run. Does nothing if the library cannot
-        do so (`CommunicationBackend.finalize`), or unless all ranks call this method within
-        `within`.
+        Called before `close` or `leave` at the end of the run. Does nothing if the library has no
+        orderly shutdown (`CommunicationBackend.finalize`), or if not all ranks call this method
+        within `within`.
         """
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):

@@ -46,7 +46,7 @@ class Operations:
 
     @property
     def finished(self) -> int:
-        """Number of operations since the last commit whose results this rank knows."""
+        """Number of operations since the last commit whose results this rank has."""
         return len(self._results)
 
     @property
@@ -86,19 +86,19 @@ class Operations:
         return json.dumps(self._results).encode()
 
     def extend(self, encoded: bytes) -> None:
-        """Replaces the results with those received from a rank that has finished at least as many
-        operations.
+        """Replaces the results with the results received from a rank that has finished at least as
+        many operations.
         """
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Stores results of operations after the step that is about to be committed, received from
-        a rank that has already committed the step."""
+        """Stores results of operations that follow the step in progress. They come from a rank that
+        has already committed the step."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
-        """Replaces the results with those received together with another rank's state. `passed`:
-        True if this rank's script has completed these operations too.
+        """Replaces the results with the results received together with another rank's state.
+        `passed`: True if this rank's script has completed these operations too.
         """
         self._results = json.loads(encoded) if encoded else []
         self._position = len(self._results) if passed else 0

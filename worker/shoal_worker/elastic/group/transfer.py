@@ -8,12 +8,12 @@ A donor's `StateDonor` listens on a separate thread from the start of the sessio
 requests only while an offer is open. The training thread opens an offer, waits in a barrier until
 the receivers have what they need, and closes the offer, which closes the remaining connections. The
 tensors are therefore not modified while they are read, and a hung receiver delays no other rank. A
-receiver requests one part of the bytes from each donor, from all donors in parallel. A request
-contains the generation's nonce, so peers of a different generation and unrelated clients are
-refused. Each block has a deadline, but the transfer as a whole, which may be large, has none: it
-continues as long as it makes progress.
+receiver requests a different part of the bytes from each donor, from all donors in parallel. A
+request contains the generation's nonce, so peers of a different generation and unrelated clients
+are refused. Each block has a deadline, but the transfer as a whole, which may be large, has none:
+it continues as long as it makes progress.
 
-If the RPCs use TLS, so does the transfer. The donor's key is derived from the secret that the
+The transfer uses TLS if the RPCs use it. The donor's key is derived from the secret that the
 coordinator has sent to its peers (shoal_common.security.certificates), and the nonce is sent
 encrypted.
 

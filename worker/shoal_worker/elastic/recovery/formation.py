@@ -8,8 +8,8 @@
   other ranks wait for the next one. The scripts of all members of an established generation have
   therefore received the same outcomes.
 - Only two kinds of ranks receive state from peers: joiners, and ranks whose peers have loaded a
-  checkpoint that they have not loaded. A rank that learns that its step in doubt counts applies the
-  step itself.
+  checkpoint that they have not loaded. If a rank in doubt about a step learns that the step counts,
+  it applies the step itself.
 - A rank may be cut off while its peers take steps without it. When it meets its peers again, it
   leaves, and its process exits and is replaced, because its script is in an operation or a step
   that the peers have already finished.
@@ -101,8 +101,8 @@ class Formation:
         """True if the last step vote showed that training ends at the next step boundary, on all
         ranks."""
         self.preempted = False
-        """True if training ends because all ranks were asked to leave. In this case, the run is
-        unfinished."""
+        """True if training ends because all ranks have been asked to leave. In this case, the run
+        is unfinished."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -200,7 +200,7 @@ class Formation:
     def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
         """Records the requests in a committed step's vote. After a failure, also ends the measured
         recovery time. `boundary_due`: True if a newer generation is waiting. `stop_due`: True if
-        training ends. `preempted`: True if all ranks were asked to leave."""
+        training ends. `preempted`: True if all ranks have been asked to leave."""
         self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovered(time.monotonic() - self._failed_at)
@@ -402,7 +402,7 @@ class Formation:
         group forms, the scripts of the agreeing ranks use this state, so each owner sends its
         updates to all ranks that have the same part. Must be called on all ranks."""
         held = self._held
-        step, held.step = held.step, None  # otherwise nothing would be sent, and the step fails
+        step, held.step = held.step, None  # otherwise nothing would be sent and the step would fail
         try:
             if step is not None and step.unresolved:
                 step.abort()

@@ -48,7 +48,7 @@ class BoundaryMessage:
     """Message that each rank sends about itself at a step boundary."""
 
     asked: bool
-    """True if this rank was asked to leave."""
+    """True if this rank has been asked to leave."""
     excluded: bool
     """True if the coordinator has formed a generation without this rank, so that this rank leaves
     at this boundary."""
@@ -68,8 +68,8 @@ class WhoLeaves:
     now: frozenset[int]
     """Ranks that leave at this boundary."""
     stop: bool
-    """True if all ranks must stop, because the ranks that were asked to leave cannot leave without
-    a loss of state."""
+    """True if all ranks must stop, because the ranks that have been asked to leave cannot leave
+    without a loss of state."""
 
 
 def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
@@ -213,8 +213,8 @@ class StepBoundaries:
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """Generation that contains a rank which was asked to leave but is indispensable. All ranks
-        of that generation then act as if they had been asked too."""
+        """Generation with a rank that has been asked to leave but is indispensable. All ranks of
+        that generation then act as if they had been asked too."""
         self._peers_at: ScriptPosition | None = None
 
     @property
@@ -309,8 +309,8 @@ class StepBoundaries:
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
-            # A joiner's script is behind the peers that sent it the state, although no step was
-            # taken since. It therefore reports its peers' position to other ranks.
+            # A joiner's script is behind the peers that sent it the state, although no step has
+            # been taken since then. It therefore reports its peers' position to other ranks.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
@@ -363,8 +363,8 @@ class StepBoundaries:
 
     @property
     def _leaves_alone(self) -> bool:
-        """True if this process was asked to leave and its peers were not, because they would have
-        reported it within the grace period."""
+        """True if this process has been asked to leave and its peers have not, because they would
+        have reported it within the grace period."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -384,9 +384,9 @@ class StepBoundaries:
             )
 
     def ask(self, reason: str) -> None:
-        """Forms the next generation after the current step's group has failed, where the ranks tell
-        each other whether the step counts. Returns as soon as this rank knows the outcome. Raises
-        StopTraining."""
+        """Forms the next generation after the current step's group has failed. In that generation,
+        the ranks tell each other whether the step counts. Returns as soon as this rank knows the
+        outcome. Raises StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
@@ -416,10 +416,10 @@ class StepBoundaries:
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves the job if this process was asked to leave and the others do not need it. If the
-        state is sharded, ranks that were asked at the same time leave one after another, so that
-        the remaining ranks keep the complete state; see `who_leaves`. Raises Drained, or ShoalError
-        if this member was evicted."""
+        """Leaves the job if this process has been asked to leave and the others do not need it. If
+        the state is sharded, ranks that were asked at the same time leave one after another, so
+        that the remaining ranks keep the complete state; see `who_leaves`. Raises Drained, or
+        ShoalError if this member was evicted."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.is_sharded or link.refused is not None:
             self._leave_if_asked(formation, stop=None)

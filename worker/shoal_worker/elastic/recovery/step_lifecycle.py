@@ -94,8 +94,8 @@ class StepLifecycle:
         self.before_step: Callable[[], None] = lambda: None
         """Callback that runs whenever a step begins."""
         self._stop: StopTraining | None = None
-        """StopTraining that was raised while the survivors were determining the current step's
-        outcome."""
+        """StopTraining that was raised at the current step's boundary, or while the survivors were
+        determining the step's outcome. It takes effect when the step ends."""
         self.diverged: str | None = None
         """Error message if state that must be the same on all ranks was found to differ. From then
         on, no step counts, even if the script catches the error.
@@ -173,8 +173,8 @@ class StepLifecycle:
             if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
                 raise
-            # a script that only looks at the batch and then leaves its loop does the same as its
-            # peers
+            # raised later: if the script only looks at the batch and then leaves its loop, it
+            # behaves like its peers' scripts
             self._stop = stop
         step = self._held.begin_step(self._boundaries.placement, source)
         if self._stop is not None:
@@ -266,7 +266,7 @@ class StepLifecycle:
             return None
         group = self._group
         if group is not None and group.generation.number != step.placement.generation:
-            return None  # the peers may be at another position
+            return None  # the peers may be at a different position
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:
@@ -328,8 +328,8 @@ class StepLifecycle:
         note_last_state(self._held, self._group)
 
     def drop_partly_updated(self) -> None:
-        """Undoes the current step's updates if only some of several models were updated and the
-        step will not be finished.
+        """Undoes the current step's updates if only some of several models have been updated and
+        the step will not be finished.
         """
         if self.step is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
@@ -415,7 +415,7 @@ class StepLifecycle:
             except StopTraining:
                 if self._peers_have_ended(self._held.steps):
                     raise self._apart_from_the_end(self._held.steps) from None
-                sys.exit(0)  # no loader could end a loop without a Shoal loader
+                sys.exit(0)  # without a Shoal loader, nothing else ends the loop
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
             )
@@ -561,8 +561,8 @@ class StepLifecycle:
     def _check_sound(self) -> None:
         """Checks that the state may be changed. Raises PreconditionError if the state is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            # the script has not merely looked at the first live batch, because it finishes the step
-            # after its loop
+            # the script has not merely looked at its first batch to train on, because it finishes
+            # the step after its loop
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(

@@ -112,8 +112,8 @@ class DesyncDetector:
         return first
 
     def _compare_in_step(self, group: Group, wait: Wait, mine: dict[str, Any]) -> None:
-        """Compares this rank's collectives in the current step with another rank's. Raises
-        PreconditionError if they differ."""
+        """Compares this rank's collectives in the current step with the collectives of another
+        rank. Raises PreconditionError if they differ."""
         engine, step = self._session.engine, self._session.step
         trace, passes_with = (
             step.trace if step is not None else CollectiveTrace(),

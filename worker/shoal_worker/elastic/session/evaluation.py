@@ -53,7 +53,7 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
 
     Raises:
         ConfigurationError: `every_steps` is not a positive integer.
-        PreconditionError: a batch was handed out, and its step has not finished."""
+        PreconditionError: a batch has been handed out, and its step has not finished."""
     if type(every_steps) is not int or every_steps < 1:
         raise ConfigurationError(
             f"{what}(every_steps={every_steps!r}): expected a positive integer"
@@ -135,7 +135,7 @@ def should_early_stop(
         raise ConfigurationError(f"should_early_stop(min_delta={min_delta}): expected at least 0")
     try:
         value = float(metric)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: several elements
         raise ConfigurationError(
             f"should_early_stop(metric={metric!r}): expected one number ({error})"
         ) from error

@@ -8,9 +8,9 @@ warning is logged per machine. No rank waits for another, and no messages are se
 
 Not detected: files opened by compiled code (safetensors, HDF5), writes by ranks on different
 machines, and writes before `shoal.init()`. Some writes may be intended and are ignored: appending,
-exclusive creation, devices, writes by threads other than the script's, and writes by a joiner that
-is replaying its script. Hidden files and directories are ignored too, because libraries keep caches
-with their own locks in them.
+exclusive creation, devices, writes by threads other than the script's thread, and writes by a
+joiner that is replaying its script. Hidden files and directories are ignored too, because libraries
+keep caches with their own locks in them.
 """
 
 from __future__ import annotations

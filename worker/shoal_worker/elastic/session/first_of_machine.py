@@ -43,7 +43,7 @@ _passed: Final = _Passed()
 
 
 def next_block(called: FrameType | None) -> str:
-    """Returns a name for the block that the script is about to enter, which is the same in all
+    """Returns a name for the block that the script is about to enter. The name is the same in all
     processes that run the script. `called`: frame of the function that the script called."""
     place = (
         ""

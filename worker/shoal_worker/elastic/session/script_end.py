@@ -35,8 +35,8 @@ class ScriptEnd:
         """Prepares the record, without installing its hooks.
 
         Args:
-            account_for: called with an uncaught exception, after its traceback was printed. If it
-                raises SystemExit, the process ends with that status.
+            account_for: called with an uncaught exception, after its traceback has been printed. If
+                it raises SystemExit, the process ends with that status.
             in_backward: returns whether the calling thread is running a backward pass. On CUDA,
                 autograd runs it on a separate thread, whose exceptions are raised in the thread
                 that called `backward`.

@@ -171,13 +171,13 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """True if this process is replaying its script and has not reached its first live batch, or
-        if it is a spare, whose script will be replayed."""
+        """True if this process is replaying its script and has not reached its first batch to train
+        on, or if it is a spare, whose script will be replayed."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
-        """True if committed steps were undone and this process's script is ahead of its state.
+        """True if committed steps have been undone and this process's script is ahead of its state.
         Becomes False with the loader's next step."""
         return self._held.phase.now is Phase.RETURNED
 
@@ -328,8 +328,8 @@ class Session:
             self._held.phase.begin()
 
     def refuse_second_call(self) -> None:
-        """Raises PreconditionError if `as_distributed` was already called. Must be the first check,
-        because other checks would refuse the optimizer with a less helpful error."""
+        """Raises PreconditionError if `as_distributed` has already been called. Must be the first
+        check, because other checks would refuse the optimizer with a less helpful error."""
         self._held.refuse_second_engine()
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -397,10 +397,11 @@ class Session:
         rank.
 
         Repeats `body` if the membership changes while it runs. A joiner runs it alone. If committed
-        steps were undone, every rank runs it alone until the next step: all ranks have the same
-        state, but their scripts reach this operation again at different times. The state may also
-        turn out to be lost during the operation. A process that has become a spare cannot compute
-        the result and exits (SystemExit), unless `answers` is False because the result is not used.
+        steps have been undone, every rank runs it alone until the next step: all ranks have the
+        same state, but their scripts reach this operation again at different times. The state may
+        also turn out to be lost during the operation. A process that has become a spare cannot
+        compute the result and exits (SystemExit), unless `answers` is False because the result is
+        not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -498,8 +499,9 @@ class Session:
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     def unfit(self, replica: Mapping[str, Any]) -> str:
-        """Returns why the run could not be resumed from the state of model and optimizer in
-        `assemble` or in a `part`; empty if it could. Part of an operation, on one rank."""
+        """Returns why the run could not be resumed from `replica`, the state of model and optimizer
+        in a result of `assemble` or `part`; empty if it could. Called within an operation, on one
+        rank."""
         engine = self._held.engine
         try:
             if engine.has_values():
@@ -596,7 +598,7 @@ class Session:
 
     def fence(self) -> Callable[[], None]:
         """Returns a function that checks whether this process may still publish its current state.
-        The function raises StaleGenerationError if the process was evicted since `fence` was
+        The function raises StaleGenerationError if the process has been evicted since `fence` was
         called."""
         membership, generation = self._membership, self.generation
         return (

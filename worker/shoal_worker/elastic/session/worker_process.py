@@ -106,7 +106,7 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Error reasons that are not caused by the script: the coordinator has refused a live process or
+"""Error reasons that are not caused by the script: the coordinator has refused a running process or
 ended its membership, or a service is unavailable."""
 
 
@@ -484,8 +484,8 @@ class _Exit:
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Exits with status PUT_OUT if the member was evicted, regardless of how its script ended,
-        because the state of an evicted member is not the result of the run."""
+        """Exits with status PUT_OUT if the member has been evicted, regardless of how its script
+        ended, because the state of an evicted member is not the result of the run."""
         refused = self._membership.link.put_out
         if refused is None:
             return

@@ -73,13 +73,13 @@ class CommittedState:
         """Number of steps whose outcome the script has received. A joiner continues with its peers'
         number."""
         self.compared = 0
-        """Number of committed steps at the last commit all-reduce: see
+        """Number of committed steps at the last commit all-reduce; see
         `StepLifecycle._compare_replicas`."""
         self.frozen: tuple[str, ...] = ()
         """Names, in the flattened state, of the parameters that are not trained."""
         self.built: Mapping[str, Mapping[str, Any]] = {}
-        """Descriptions of these parameters' values as the run's script created them, before any
-        other state was loaded; empty if the model was on the meta device."""
+        """Descriptions of the frozen parameters' values as the run's script created them, before
+        any other state was loaded; empty if the model was on the meta device."""
         self.agreed = 0
         """Step after which this rank last found that all ranks agree; 0 if never. It is not part of
         the state, because after a failed comparison, only some ranks know the result."""
@@ -104,7 +104,7 @@ class CommittedState:
         self._warned = set[str]()
         """Names of loaders whose warning about an abandoned epoch has been logged."""
         self._own_loop_began = False
-        """True if a step without a Shoal loader was committed."""
+        """True if a step without a Shoal loader has been committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
         """Loader whose `epochs()` was entered -> the loop's current epoch, and the iteration counts
@@ -126,7 +126,7 @@ class CommittedState:
 
     @property
     def has_engine(self) -> bool:
-        """True after `as_distributed` was called."""
+        """True after `as_distributed` has been called."""
         return self.attached is not None
 
     def refuse_second_engine(self) -> None:

@@ -53,7 +53,7 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
     if held.agreed == held.steps or held.last_state is not None:
         return
     if held.name is None or held.name.generation != group.generation.number:
-        return  # ranks of a different generation have other parts of the state
+        return  # ranks of a different generation have different parts of the state
     if step is not None and step.touched:
         return  # the step's passes have changed the model
     # If a step has begun, passes that bypass `model(...)` may have changed buffers.

@@ -133,8 +133,8 @@ class Place(NamedTuple):
     after_batches: bool = False
     """True if the epoch's iteration over the batches has ended."""
     within_batches: bool = False
-    """True if a batch was handed out and its loop has not ended. A resumed script may not reach
-    such a position."""
+    """True if a batch has been handed out and its loop has not ended. A resumed script may not
+    reach such a position."""
 
 
 class Made(NamedTuple):
@@ -235,7 +235,8 @@ class RegisteredState:
         self._objects: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._void = False
-        """True if the last step was aborted: advances are ignored until the next step begins."""
+        """True if the last step has been aborted: advances are ignored until the next step
+        begins."""
         self._open = False
         """True if a step has begun and its outcome is unknown."""
         self._early: dict[str, _Before] = {}
@@ -249,8 +250,8 @@ class RegisteredState:
         self._copied: set[str] = set()
         """Names of objects whose state is copied in each step."""
         self._too_large: set[str] = set()
-        """Names of objects that are too large to be copied in each step. A warning was logged for
-        each."""
+        """Names of objects that are too large to be copied in each step. A warning has been logged
+        for each."""
         self._advanced: (
             tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
             | None
@@ -279,7 +280,7 @@ class RegisteredState:
         """Objects created between two batches, where a resumed script may not create the same
         objects."""
         self._unchecked = False
-        """True if a state was loaded and no step has been committed since."""
+        """True if a state has been loaded and no step has been committed since."""
         self._loaded_place = ""
         """Epochs whose loop over the batches had already ended when the loaded state was
         captured."""
@@ -296,8 +297,8 @@ class RegisteredState:
         self._parameters = ""
         """Digest of which parameters are in the groups, and which of them are trained."""
         self._last_scale: float | None = None
-        """Factor that a GradScaler, registered or not, multiplied the last step's loss with; None
-        if there was none."""
+        """Factor that a GradScaler, registered or not, applied to the last step's loss; None if
+        there was none."""
         self._scale_before: float | None = None
         """Value of `_last_scale` before the current step."""
         self._digest = 0
@@ -333,8 +334,8 @@ class RegisteredState:
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def number_by(self, place: Callable[[], Place]) -> None:
-        """Sets the function that returns the script's position, which becomes part of the names of
-        objects that this thread creates from now on."""
+        """Sets the function that returns the script's position. The position becomes part of the
+        names of objects that this thread creates from now on."""
         _own.place = place
 
     def let_go(self) -> None:
@@ -666,8 +667,8 @@ class RegisteredState:
             )
 
     def _refuse_unnamed(self) -> None:
-        """Checks that no object was created between batches, where it would have no fixed number in
-        a resumed script; otherwise raises ConfigurationError."""
+        """Checks that no object has been created between batches, where it would have no fixed
+        number in a resumed script; otherwise raises ConfigurationError."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:

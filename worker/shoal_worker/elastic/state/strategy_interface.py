@@ -96,8 +96,8 @@ class TrainingEngine(abc.ABC):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model. It is 1 if the strategy
-        never has spares."""
+        """Number of ranks that one replica of the model is split across; 1 if the strategy never
+        has spares."""
         return 1
 
     def issued(self) -> bytes:
@@ -209,7 +209,7 @@ class TrainingEngine(abc.ABC):
         within an operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Copies each part of the state that only one rank of `channel` has to another rank, so
+        """Copies to another rank each part of the state that only one rank of `channel` has, so
         that no part is lost at the next failure. The copy is kept until the state is resharded.
         Must be called within an operation; on return, all ranks have their copies.
 
@@ -292,7 +292,7 @@ class TrainingEngine(abc.ABC):
 
     @property
     def partly_updated(self) -> bool:
-        """True if only some of several models were updated in the current step
+        """True if only some of several models have been updated in the current step
         (`features/several_models.py`)."""
         return False
 
@@ -307,8 +307,8 @@ class TrainingEngine(abc.ABC):
 
     def writes_apart(self) -> ShoalError:
         """Returns the error that all ranks raise if their forward or backward passes have written
-        different values to parameters. By default InternalError: every engine that compares these
-        writes overrides this method."""
+        different values to parameters. By default, returns InternalError, because every engine that
+        compares these writes overrides this method."""
         return InternalError(
             "the ranks reported a difference in written parameters, although "
             "this engine does not compare them"

@@ -1,7 +1,7 @@
-"""Tells what goes on in a job: `python dashboard.py JOB`. A line for each event, and every few
-seconds one of how far the ranks are.
+"""Shows the events and the progress of a job: `python dashboard.py JOB`. Prints a line for each
+event and, every few seconds, a line with the progress of the ranks.
 
-Both come over one asynchronous client: a web server would send the same values to browsers.
+Both use one asynchronous client. A web server could send the same values to browsers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ options = parser.parse_args()
 
 
 async def tell_events(client: shoal.AsyncClient) -> None:
-    """Ends with the job's cluster."""
+    """Prints each event of the job until the job's cluster ends."""
     async for event in client.events(options.job, follow=True):
         print(
             f"{event.at:%H:%M:%S} {event.kind}",
@@ -32,9 +32,9 @@ async def tell_events(client: shoal.AsyncClient) -> None:
 
 
 async def tell_progress(client: shoal.AsyncClient) -> None:
-    """Never ends."""
+    """Prints the progress of the job every few seconds, until cancelled."""
     while True:
-        with suppress(shoal.UnavailableError, shoal.UnknownResourceError):  # it is away, or ending
+        with suppress(shoal.UnavailableError, shoal.UnknownResourceError):  # restarting or stopping
             job = await client.job(options.job)
             speed = sum(member.samples_per_s for member in job.members)
             losses = [member.loss for member in job.members if member.loss is not None]
@@ -49,7 +49,7 @@ async def tell_progress(client: shoal.AsyncClient) -> None:
 
 
 async def main() -> None:
-    """Tells both until the events end."""
+    """Prints events and progress until there are no more events."""
     async with shoal.AsyncClient(options.coordinator) as client:
         progress = asyncio.create_task(tell_progress(client))
         await tell_events(client)

@@ -1,31 +1,34 @@
-"""Shows how a training step survives the death of a worker: Shoal's commit protocol alone, on
-threads.
+"""Shows how a training step survives the death of a worker: Shoal's commit protocol in isolation,
+with threads as workers.
 
     python examples/how_a_step_survives.py
 
-Data-parallel workers sum their gradients and apply the sum. If one dies meanwhile, some of the
-others may have the sum and some may not. Those that have it must not apply it while the others drop
-it: the replicas would differ from then on. Instead of restarting all from a checkpoint:
+Data-parallel workers sum their gradients and apply the sum. If a worker dies in the process, only
+some of the others may have received the sum. These workers must not apply it while the others
+discard it, because the replicas would then differ. The protocol avoids a restart of all workers
+from a checkpoint:
 
 1. **Reduce.** An all-reduce sums the gradients. A worker that has the sum is *prepared*: it could
    apply the step without any further message.
 2. **Commit.** A second, tiny all-reduce follows. Its result tells a worker that all workers are
-   prepared. From here on the step is *committed*: it will be applied, whatever fails next.
+   prepared. From here on the step is *committed*: it will be applied, no matter what fails next.
 3. **Recover.** A worker whose all-reduce failed does not know what the others saw: it is *in
    doubt*. The survivors form the next *generation*, a new group, and exchange their statuses. If
-   one of them saw the commit, those in doubt apply the sum that they are holding. If none did, the
-   step is *aborted*: nobody has applied it, and the survivors take the same samples again.
-4. **Answer.** `take_step()` returns after that, so all survivors get the same answers in order.
+   one of them saw the commit, the workers in doubt apply the sum that they have received. If none
+   did, the step is *aborted*: no worker has applied it, and the survivors repeat it with the same
+   samples.
+4. **Answer.** `take_step()` returns only then, so all survivors get the same answers in order.
 
 A single all-reduce is not enough: a worker that has the sum would not know whether the others have
-it too. Whoever sees the second one knows that nobody needs the dead worker any more.
+it too. A worker that receives the result of the second one knows that no worker needs the dead
+worker any more.
 
-A new worker takes the state at a *step boundary*, where no step is in progress. The commit
-all-reduce carries the *step vote*: whether anybody knows of a worker that waits. All see the same
-sum, so all go to the rendezvous after the same step.
+A new worker receives the state at a *step boundary*, where no step is in progress. The commit
+all-reduce also sums the *step vote*: whether any worker has noticed that a new worker is waiting.
+All workers receive the same sum, so all of them go to the rendezvous after the same step.
 
-The product does this in worker/shoal_worker/elastic: `step_lifecycle.py` (1, 2 and 4),
-`formation.py` and `reconcile.py` (3); tests/simulation/test_protocol_alone.py compares the answers.
+Shoal implements this in worker/shoal_worker/elastic: `step_lifecycle.py` (1, 2 and 4),
+`formation.py` and `reconcile.py` (3). tests/simulation/test_protocol_alone.py compares the answers.
 """
 
 from __future__ import annotations
@@ -36,35 +39,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMMITTED, LOST = "committed", "lost"
-DEADLINE_S = 60.0  # longest that a worker waits for its peers
+DEADLINE_S = 60.0  # maximum time that a worker waits for its peers
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An all-reduce that ends with its group: some workers get its result, others do not."""
+    """A fault that breaks a group during an all-reduce: only some workers receive the result."""
 
     step: int
-    """The run's step, counted from 1."""
+    """Step of the run, counted from 1."""
     phase: str
-    """The all-reduce of that step: "reduce" or "commit"."""
+    """All-reduce of the step that is interrupted: "reduce" or "commit"."""
     dies: str | None
-    """The worker that is killed; None: the connections break, and nobody dies."""
+    """Worker that is killed; None: only the connections break."""
     contributes: bool = True
-    """The killed worker has sent its part. Otherwise nobody can get the result."""
+    """True if the killed worker has sent its part. Otherwise no worker can receive the result."""
     received: tuple[str, ...] = ()
-    """The workers that get the result all the same."""
+    """Workers that receive the result although the group breaks."""
 
 
 class PeerLost(Exception):
-    """A collective failed: its group is over, and only a new generation can go on."""
+    """Raised if a collective fails. Its group is broken; only a new generation can continue."""
 
 
 class Killed(BaseException):
-    """Ends a worker as SIGKILL would: it cleans nothing up, and tells nobody."""
+    """Terminates a worker as SIGKILL would, without cleanup and without notice to other workers."""
 
 
 class Group:
-    """The connections between the workers of one generation. Once broken, it stays broken."""
+    """Connections between the workers of one generation. A broken group stays broken."""
 
     def __init__(self, number: int, members: list[str], faults: dict[Any, Fault]) -> None:
         self.number, self.members, self.broken, self._faults = number, members, False, faults
@@ -73,8 +76,8 @@ class Group:
         self._changed = threading.Condition()
 
     def gather(self, name: str, key: Any, part: Any) -> dict[str, Any]:
-        """All members' parts; every member calls it with the same key. Raises PeerLost: the group
-        is broken, or breaks before this worker has the result."""
+        """Returns the parts of all members, by name. Must be called by every member with the same
+        key. Raises PeerLost if the group is broken or breaks before this worker has the result."""
         with self._changed:
             if self.broken:
                 raise PeerLost
@@ -98,27 +101,28 @@ class Group:
             return dict(parts)
 
     def end(self) -> None:
-        """Breaks the connections: a member has died or left for another generation."""
+        """Breaks the connections, because a member has died or has left for a newer generation."""
         with self._changed:
             self.broken = True
             self._changed.notify_all()
 
 
 class Coordinator:
-    """Knows which workers live, and makes one generation after the other of them."""
+    """Keeps track of the living workers, and forms their generations one after another."""
 
     def __init__(self, members: Iterable[str], faults: Iterable[Fault] = ()) -> None:
         self._faults: dict[Any, Fault] = {(fault.step, fault.phase): fault for fault in faults}
         self.group = Group(0, [], self._faults)
         self._living = set(members)
         self.joining = set[str]()
-        """New workers, which wait for a step boundary."""
+        """New workers that are waiting for a step boundary."""
         self._arrived: dict[str, bool] = {}
         self._changed = threading.Condition()
 
     def rendezvous(self, name: str, *, admits: bool) -> Group:
-        """The next generation, once all living members have asked for it. `admits`: this worker
-        stands at a step boundary, so new ones may come in."""
+        """Waits until all living members have called this, and returns the group of the next
+        generation. `admits`: True if this worker is at a step boundary, so that new workers may
+        join."""
         with self._changed:
             before = self.group
             self._arrived[name] = admits
@@ -131,7 +135,7 @@ class Coordinator:
             return self.group
 
     def bury(self, name: str) -> None:
-        """A worker is dead: nobody waits for it any longer."""
+        """Records that a worker is dead, so that no other worker waits for it any longer."""
         with self._changed:
             self._living.discard(name)
             self._arrived.pop(name, None)
@@ -150,7 +154,7 @@ class Coordinator:
 
 
 def await_that(changed: threading.Condition, holds: Callable[[], bool], what: str) -> None:
-    """Waits until `holds()`. Raises TimeoutError, naming what did not come."""
+    """Waits until `holds()` returns True. Raises a TimeoutError that mentions `what`."""
     if not changed.wait_for(holds, DEADLINE_S):
         raise TimeoutError(f"waited {DEADLINE_S:.0f} s for {what}")
 
@@ -161,25 +165,25 @@ class State:
 
     weight: float = 0.0
     steps: int = 0
-    """Committed steps. -1: this worker is new, and has no state yet."""
+    """Number of committed steps; -1: this worker is new and has no state yet."""
 
 
 @dataclass
 class Worker:
-    """One data-parallel replica, and the loop that trains it."""
+    """One data-parallel replica and its training loop."""
 
     name: str
     coordinator: Coordinator
     last_step: int
     state: State = State()
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """Results of `take_step()`: the number of steps committed by then, and the outcome."""
+    """For each call of `take_step()`: the number of steps committed so far, and the outcome."""
     prepared: State | None = None
-    """State after the step in progress, if it is committed."""
+    """State after the step in progress, to be adopted if the step is committed."""
     after_step: Callable[[Worker], object] = lambda worker: None
 
     def run(self) -> None:
-        """The training loop, until the run is finished or this worker is killed."""
+        """Trains until the run is finished or this worker is killed."""
         try:
             self.enter_generation(admits=True)
             while self.state.steps < self.last_step:
@@ -203,7 +207,7 @@ class Worker:
             votes = any(self.group.gather(self.name, (step, "commit"), vote).values())
             self.commit()
         except PeerLost:
-            pass  # in doubt, or not even prepared: the others know whether the step counts
+            pass  # in doubt, or not even prepared: the other workers decide whether the step counts
         if self.group.broken or votes:
             self.enter_generation(admits=self.state.steps == step)
         return COMMITTED if self.state.steps == step else LOST
@@ -214,24 +218,24 @@ class Worker:
         self.state, self.prepared = self.prepared, None
 
     def enter_generation(self, *, admits: bool) -> None:
-        """Forms new groups until all members of one hold the same state."""
+        """Forms new groups until all members of a group have the same state."""
         while True:
             self.group = self.coordinator.rendezvous(self.name, admits=admits)
             try:
                 return self.reconcile()
-            except PeerLost:  # somebody died meanwhile
+            except PeerLost:  # another worker has died
                 admits = False
 
     def reconcile(self) -> None:
-        """Compares statuses with the other members: commits or aborts a step in doubt, and gives
+        """Compares statuses with the other members, commits or aborts a step in doubt, and sends
         the state to new workers."""
         number = self.group.number
         steps = self.group.gather(self.name, ("status", number), self.state.steps)
         newest = max(steps.values())
         is_new = self.state.steps < 0
         if not is_new and self.state.steps < newest:
-            self.commit()  # a peer saw the commit, so everyone was prepared
-        self.prepared = None  # nobody saw it: aborted
+            self.commit()  # a peer saw the commit, so all workers were prepared
+        self.prepared = None  # otherwise no worker saw the commit, so the step is aborted
         if min(steps.values()) < 0:
             given = self.group.gather(self.name, ("state", number), self.state)
             if is_new:
@@ -239,7 +243,7 @@ class Worker:
 
 
 def batch_of(step: int, size: int = 12) -> list[int]:
-    """The samples of a step: the same, whoever takes them."""
+    """Returns the samples of a step, which are the same for any assignment to workers."""
     return [(step * size + index) % 97 for index in range(size)]
 
 
@@ -250,8 +254,9 @@ def gradient(weight: float, sample: int) -> float:
 
 
 def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
-    """One step of gradient descent. The order of summation does not depend on who computed what,
-    so the result has the same bits for any number of workers."""
+    """Returns the state after one step of gradient descent. The order of summation does not depend
+    on which worker computed which gradient, so the result has the same bits for any number of
+    workers."""
     gradients = {sample: value for part in everyones for sample, value in part.items()}
     total = sum(gradients[sample] for sample in sorted(gradients))
     return State(state.weight - 0.5 * total / len(gradients), state.steps + 1)
@@ -260,8 +265,9 @@ def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
 def train(
     names: str, steps: int, faults: Iterable[Fault] = (), joiner: tuple[str, int] | None = None
 ) -> dict[str, Worker]:
-    """Trains to the end, and returns all workers, dead ones too. `names`: a letter for each.
-    `joiner`: one that starts when the first worker has taken so many steps."""
+    """Trains to the end, and returns all workers, including dead ones. `names`: one letter for each
+    worker. `joiner`: name of a new worker, and the number of steps of the first worker after which
+    it starts."""
     coordinator = Coordinator(names, faults)
     workers = {name: Worker(name, coordinator, steps) for name in names}
     threads = [threading.Thread(target=worker.run) for worker in workers.values()]
@@ -284,7 +290,7 @@ def train(
 
 
 def main() -> None:
-    """Shows three runs, each with a new worker d that starts after step 5."""
+    """Shows three runs. In each of them, a new worker, d, starts after step 5."""
     for title, faults in {
         "no faults": [],
         "b dies in the commit of step 3; nobody sees its result": [Fault(3, "commit", "b")],

@@ -2,8 +2,8 @@
 
     shoal run --standalone --nproc-per-node 3 examples/lora.py
 
-The model is tiny and its weights are random, so that nothing is downloaded; replace `base_model`
-and `Words` by your own model and data.
+The model is tiny and its weights are random, so that nothing is downloaded. Replace `base_model`
+and `Words` with your own model and data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 def base_model() -> transformers.PreTrainedModel:
     """Returns the model to adapt; usually `AutoModelForCausalLM.from_pretrained(...)`."""
-    torch.manual_seed(0)  # every rank makes the same model, as if it had read one file
+    torch.manual_seed(0)  # every rank creates the same model, as if all had read the same file
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=64,
@@ -33,7 +33,7 @@ def base_model() -> transformers.PreTrainedModel:
 
 
 class Words(torch.utils.data.Dataset[torch.Tensor]):
-    """Sequences in which each token follows from the one before."""
+    """Sequences in which each token determines the next one."""
 
     def __len__(self) -> int:
         return 96
@@ -43,7 +43,7 @@ class Words(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    """Trains the adapter, saves it after each epoch, and writes it out at the end."""
+    """Trains an adapter, saves a checkpoint after each epoch, and finally writes the adapter."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--epochs", type=int, default=6)

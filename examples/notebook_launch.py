@@ -1,4 +1,4 @@
-"""Training on several ranks without a cluster, as in a notebook: the ranks are threads of this
+"""Trains on several ranks without a cluster, as in a notebook: the ranks are threads of this
 process. Each "# %%" begins a cell."""
 
 # %%
@@ -21,8 +21,8 @@ def count_correct(model, batch):
 
 
 def train(strategy):
-    """Trains on one rank. Ranks share what is made outside, such as the dataset; each makes its
-    own model."""
+    """Trains on one rank. All ranks use the same objects from outside this function, such as the
+    dataset. Each rank creates its own model."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     model, optimizer = shoal.as_distributed(
@@ -54,7 +54,7 @@ for strategy, ranks in results.items():
     )
 
 # %%
-# Both compute the same: what differs is who holds what.
+# Both strategies compute the same parameters, but store them differently.
 for name, expected in results["ddp"][0]["parameters"].items():
     torch.testing.assert_close(
         results["zero3"][0]["parameters"][name], expected, rtol=1e-3, atol=1e-4

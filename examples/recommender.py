@@ -1,20 +1,20 @@
-"""A recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation Model
-for Personalization and Recommendation Systems", 2019) whose embeddings are sparse tables on
-parameter servers, and whose dense part is trained by ddp beside them.
+"""Trains a recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation
+Model for Personalization and Recommendation Systems", 2019). Its embeddings are sparse tables on
+parameter servers; its dense part is trained by ddp.
 
     shoal up --workers 2 --servers 2 examples/recommender.py
 
-With --strategy async_sgd nobody waits for anybody: the dense part is on the servers too, and each
-worker pushes for itself.
+With --strategy async_sgd, workers do not wait for each other: the dense part is on the servers too,
+and each worker pushes independently.
 
-The log is generated, so that the best that any model can do is known. Somebody with id `u` is shown
-something with id `i` and three tags, and clicks with the probability
+The log is generated, so that the best possible result is known. A user with id `u` is shown an item
+with id `i` and three tags, and clicks on it with the probability
 
     sigmoid(factors(u) . factors(i) + appeal(i) + mean of appeal(tags) + dense . WEIGHTS - 0.5)
 
-where factors (two numbers, of mean 0) and appeal (one) follow from the id alone. After each epoch
-rank 0 prints the area under the ROC curve (AUC) for clicks that nobody trained on, and what these
-probabilities themselves have there: more is not to be had.
+where factors (two numbers with mean 0) and appeal (one number) depend only on the id. After each
+epoch, rank 0 prints the area under the ROC curve (AUC) on held-out clicks, and the AUC of the
+probabilities themselves, which is the best possible result.
 """
 
 import argparse
@@ -33,7 +33,8 @@ WEIGHTS = np.array([0.8, -0.5, 0.3])
 
 
 def factors(ids: np.ndarray, count: int, kind: int) -> np.ndarray:
-    """Numbers that follow from the ids: of mean 0 and variance 1, and as good as independent."""
+    """Returns `count` numbers for each id, computed from the id, with mean 0 and variance 1. They
+    are practically independent."""
     turns = np.random.default_rng(kind).random(count)
     return np.sqrt(2) * np.cos(2 * np.pi * (ids[..., None] * turns % 1.0))
 
@@ -41,10 +42,10 @@ def factors(ids: np.ndarray, count: int, kind: int) -> np.ndarray:
 def click_log(
     samples: int, users: int, items: int, seed: int
 ) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Returns who was shown what, with three dense features, and clicked or not; and how probable
-    that was."""
+    """Returns the columns of the log (user, item, tags, three dense features, and whether the user
+    clicked), and the probability of each click."""
     drawn = np.random.default_rng(seed)
-    # some are there more often than others
+    # some users and items occur more often than others
     who = (users * drawn.random(samples) ** 2).astype(np.int64)
     what = (items * drawn.random(samples) ** 2).astype(np.int64)
     tags = (what[:, None] * np.arange(1, TAGS + 1) * 7919) % MOST_TAGS
@@ -61,7 +62,7 @@ def click_log(
 
 
 def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """Returns how probably one that was clicked has a higher score than one that was not."""
+    """Returns the probability that a clicked sample has a higher score than one without a click."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     clicks = clicked.sum()
@@ -71,8 +72,8 @@ def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
 
 
 class Recommender(nn.Module):
-    """Embeddings, a network for the dense features, their dot products by pairs, and a network on
-    top of these."""
+    """Embeddings, a network for the dense features, the pairwise dot products of all these vectors,
+    and a network that computes the result from them."""
 
     def __init__(self, users: int, items: int) -> None:
         super().__init__()
@@ -130,12 +131,12 @@ def train(options: argparse.Namespace) -> None:
             )
 
     if options.checkpoints is not None and shoal.resume(options.checkpoints):
-        # the rows too: the servers may have none, or later ones
+        # restores the rows too: the servers may have none, or newer ones
         show("resumed")
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
             if asynchronous and (upcoming := loader.peek()) is not None:
-                # under ddp the next rows are not there before this step is pushed
+                # under ddp, the next rows are available only after this step's push
                 net.prefetch(*upcoming[:3])
             optimizer.zero_grad()
             loss = nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks)

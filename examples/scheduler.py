@@ -1,8 +1,8 @@
-"""Runs jobs one after another, and one that fails again: `python scheduler.py --workers 2
+"""Runs jobs one after another, and retries jobs that fail: `python scheduler.py --workers 2
 "train.py" "gpt.py --steps 100"`.
 
-The jobs are in the background: if this program is ended they go on, and `shoal jobs`, `shoal logs`
-and `shoal top` show them.
+The jobs run in the background: they continue if this program is stopped, and `shoal jobs`,
+`shoal logs` and `shoal top` show them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ options = parser.parse_args()
 
 
 def run(client: shoal.Client, job: str) -> bool:
-    """Returns whether it came to its end, in one of its attempts."""
+    """Runs a job, with several attempts if necessary. Returns whether an attempt succeeded."""
     for attempt in range(1, options.attempts + 1):
         job_id = client.submit(*shlex.split(job), workers=options.workers)
         print(f"{job}: attempt {attempt} is job {job_id}", flush=True)

@@ -1,4 +1,4 @@
-"""A hyper-parameter search with Optuna, whose trials are elastic runs: `python search.py`."""
+"""Searches for hyperparameters with Optuna. Each trial is an elastic run: `python search.py`."""
 
 import subprocess
 import sys
@@ -29,11 +29,11 @@ def objective(trial: optuna.Trial) -> float:
 def is_pruned(trial_id: int, epoch: int, loss: float) -> bool:
     """Reports the loss on one rank, and returns the pruner's decision on all ranks."""
     decision = None
-    for _ in range(shoal.world_size()):  # again if the reporting rank dies
+    for _ in range(shoal.world_size()):  # retries if the reporting rank dies
         if shoal.is_main_process():
             study = optuna.load_study(study_name=STUDY, storage=STORAGE, pruner=PRUNER)
             trial = optuna.Trial(study, trial_id)
-            trial.report(loss, epoch)  # without effect if that epoch was reported
+            trial.report(loss, epoch)  # has no effect if the epoch was already reported
             decision = bool(trial.should_prune())
         decision = shoal.broadcast(decision)
         if decision is not None:

@@ -1,13 +1,13 @@
-"""Serves the newest weights of a model while it trains: a small network for handwritten digits, on
-parameter servers.
+"""Serves the newest weights of a model during its training: a small network for handwritten
+digits, on parameter servers.
 
 Train:  shoal up --workers 2 --servers 2 examples/serve_while_training.py
-Serve:  as the training says in its first line; or, where its cluster was made beforehand,
+Serve:  with the command that the training prints first or, if its cluster was started separately,
         python examples/serve_while_training.py --serve COORDINATOR --job JOB
 
-The serving process is no member of the job: nobody waits for it, it may come and go, and a token of
-role viewer (SHOAL_TOKEN) is enough. It answers `GET /` with how much of the held-out digits the
-newest weights get right.
+The serving process is not a member of the job: no worker waits for it, and it may start and exit at
+any time. A token with the reader role (SHOAL_TOKEN) is sufficient. The response to `GET /` is the
+accuracy of the newest weights on held-out digits.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def train(epochs: int) -> None:
 
 
 class Answers:
-    """Knowledge of the serving process."""
+    """Computes the responses of the serving process."""
 
     def __init__(self, reader: shoal.ModelReader) -> None:
         self._reader = reader
@@ -66,7 +66,7 @@ class Answers:
         self._images, self._labels = images[:HELD_OUT], labels[:HELD_OUT]
 
     def answer(self) -> dict[str, float]:
-        state = self._reader.state_dict()  # only what has changed since the last call is sent
+        state = self._reader.state_dict()  # only values that have changed are sent
         with torch.no_grad():
             guesses = torch.func.functional_call(self._net, state, self._images).argmax(1)
         return {

@@ -1,10 +1,10 @@
-"""Trains on images in .tar files, as webdataset has them: each shard is read by one worker, which
-may be killed in the middle of it.
+"""Trains on images in .tar files, in the format of webdataset. Each shard is read by one worker,
+which may be killed before it has finished the shard.
 
     shoal run --standalone --nproc-per-node 3 examples/tar_shards.py --shards /tmp/digits
 
-`write_shards` makes such files of scikit-learn's handwritten digits. A sample is the files of one
-name: `00017.pixels` and `00017.label`.
+`write_shards` creates such files from scikit-learn's handwritten digits. A sample consists of the
+files with the same stem: `00017.pixels` and `00017.label`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 
 def write_shards(folder: Path, *, shards: int) -> None:
-    """The digits in .tar files, which grow longer; nothing if they are there."""
+    """Writes the digits to .tar files of increasing size. Does nothing if `folder` exists."""
     if folder.exists():
         return
     digits = load_digits()
@@ -46,7 +46,7 @@ def write_shards(folder: Path, *, shards: int) -> None:
 
 
 def read_shard(path: Path) -> Iterator[tuple[torch.Tensor, int]]:
-    """The samples of one .tar file, in a shuffle buffer of 64."""
+    """Yields the samples of one .tar file, shuffled with a buffer of 64 samples."""
     buffer: list[tuple[torch.Tensor, int]] = []
     with tarfile.open(path) as tar:
         sample: dict[str, bytes] = {}
@@ -54,20 +54,20 @@ def read_shard(path: Path) -> Iterator[tuple[torch.Tensor, int]]:
             content = tar.extractfile(member)
             assert content is not None
             sample[Path(member.name).suffix] = content.read()
-            if len(sample) == 2:  # both files of one name
+            if len(sample) == 2:  # both files of the sample
                 image = torch.frombuffer(bytearray(sample[".pixels"]), dtype=torch.uint8).view(8, 8)
                 buffer.append((image, int(sample[".label"])))
                 sample = {}
             if len(buffer) == 64:
-                # Python's generator, which Shoal seeds for each item: another rank that goes on
-                # with the shard draws the same.
+                # Shoal seeds Python's generator for each item, so a different rank that continues
+                # with the shard draws the same numbers.
                 yield buffer.pop(random.randrange(64))
     random.shuffle(buffer)
     yield from buffer
 
 
 def correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """The sums of one batch that an evaluation adds up."""
+    """Returns the numbers of correct answers and of samples in a batch, for `shoal.evaluate`."""
     images, labels = batch
     return {
         "correct": float((model(images / 16).argmax(1) == labels).sum()),
@@ -118,7 +118,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(given.pause)
-        sums = shoal.evaluate(model, evaluation, correct)  # each shard on one worker
+        sums = shoal.evaluate(model, evaluation, correct)  # each shard is evaluated by one worker
         shoal.print_once(
             f"epoch {epoch} is done after {loader.global_step} steps: {sums['correct']:.0f} of "
             f"{sums['samples']:.0f} correct"

@@ -1,5 +1,5 @@
-"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Six
-lines differ."""
+"""The elastic version of train_plain.py: `shoal run --standalone --nproc-per-node 3 train.py`.
+Seven lines differ."""
 
 import shoal
 import torch

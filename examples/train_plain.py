@@ -1,5 +1,5 @@
-"""A plain PyTorch script: a small network for handwritten digits. train.py beside it is the same
-with Shoal."""
+"""A plain PyTorch script that trains a small network on handwritten digits. train.py is the same
+script with Shoal."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -84,7 +84,7 @@ class _SecuritySettings(ShoalSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Adds the secrets that were removed from the environment as a source of settings."""
+        """Adds a source of settings: the secrets that have been removed from the environment."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         _refuse_old_names(prefix, os.environ)
         taken = {

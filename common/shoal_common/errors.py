@@ -41,7 +41,7 @@ class ShoalError(Exception):
     several related failures, the earliest is the cause."""
 
     retry_after: timedelta | None
-    """Minimum time to wait before asking an overloaded service again; None: not specified."""
+    """Minimum time to wait before calling an overloaded service again; None: not specified."""
 
     def __init__(
         self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None
@@ -137,7 +137,7 @@ class CorruptDataError(ShoalError):
 
 
 class InternalError(ShoalError):
-    """An invariant of Shoal was violated. Please report this error as a bug."""
+    """An invariant of Shoal has been violated. Please report this error as a bug."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

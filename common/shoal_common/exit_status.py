@@ -20,5 +20,5 @@ is left on this machine.
 """
 
 PREEMPTED: Final = 143
-"""SIGTERM arrived before the job was finished. The status is 128 + 15, as shells report a process
-killed by this signal. It is never used for a finished job."""
+"""SIGTERM arrived before the job was finished. The status is 128 + 15, which shells report for a
+process killed by this signal. It is never used for a finished job."""

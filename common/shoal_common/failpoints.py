@@ -11,94 +11,97 @@ Workers:
 
     compression.halfway         the first collectives of all compressed buckets are complete on
                                 this rank, the second ones are in progress
-    norms.before_gather         a synchronized norm has computed this rank's statistics and has not
-                                gathered those of the other ranks
+    norms.before_gather         a synchronized norm has computed this rank's statistics, but has not
+                                gathered the statistics of the other ranks
     whole_batch.before_headers  this rank has its rows, but the other ranks do not know how many
     whole_batch.before_rows     every rank knows how many rows each rank has, but has only its own
-    reduction.under_way         this rank has started some of the step's all-reduces, and has
-                                waited for none
+    reduction.under_way         this rank has started some of the step's all-reduces, but has not
+                                waited for any of them
     reduction.completed         the step's gradients are summed, but the step is not prepared on
                                 this rank
     sharded.sealed              this rank has sent its part of the summed gradients to its mirror
                                 holder
-    step.closed                 the commit all-reduce has returned, and this rank has not read the
+    step.closed                 the commit all-reduce has returned, but this rank has not read the
                                 result
     several_models.updated      one of several models is updated, but its step may still be aborted
-    several_models.sealed       all models that step are updated or about to be, and this rank has
-                                not contributed to the commit all-reduce
-    several_models.closed       the commit all-reduce has returned, and this rank has not read the
+    several_models.sealed       all models that step have been updated or are about to be updated,
+                                but this rank has not contributed to the commit all-reduce
+    several_models.closed       the commit all-reduce has returned, but this rank has not read the
                                 result
     mesh.dividing               this rank has gathered its parts and is about to connect the groups
                                 along the axes
-    session.before_apply        all collectives of the step are complete, and nothing is applied on
-                                this rank
+    session.before_apply        all collectives of the step are complete, but nothing has been
+                                applied on this rank
     session.after_apply         the step is applied but not committed: no loader has advanced, and
-                                nobody was notified
+                                no other component has been notified
     session.after_commit        the step is committed on this rank
     session.before_reconcile    the generation's group is connected
     session.in_operation        an operation between steps is about to start on its channel
     session.after_operation     the result of an operation is stored
-    session.at_border           the members have met at a step boundary at which joiners wait
-    checkpoint.shard_written    this rank's shard of a checkpoint is on disk, and nobody was
-                                notified
+    session.at_border           the members have met at a step boundary where joiners are waiting
+    checkpoint.shard_written    this rank's shard of a checkpoint is on disk, but the note that
+                                reports it is not
     checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object storage
-    checkpoint.upload_manifest  all files of a checkpoint are in the object storage, and the
-                                manifest is not
+    checkpoint.upload_manifest  all files of a checkpoint except its manifest are in the object
+                                storage
     rows.written                a bucket of a sparse table is on disk, in an incomplete checkpoint
-    rows.put                    a server has replaced a bucket with the one from a checkpoint;
+    rows.put                    a server has replaced a bucket with its contents in a checkpoint;
                                 other buckets may still be unchanged
-    transfer.before_serving     a donor has received a request and has sent nothing
+    transfer.before_serving     a donor has received a request, but has not sent anything
     transfer.before_taking      a receiver has not sent its request yet
     exchange.server_answered    one parameter server has acknowledged the push; others may not have
                                 it yet
-    exchange.done               all servers have acknowledged the push; this worker has not recorded
-                                it, and the coordinator does not know of it
-    tables.summed               this rank has the row gradients of all ranks, and the step is not
+    exchange.done               all servers have acknowledged the push, but this worker has not
+                                recorded it, and the coordinator has not been notified
+    tables.summed               this rank has the row gradients of all ranks, but the step is not
                                 committed
-    tables.met                  all ranks are known to have committed the step, and this rank has
-                                pushed none of its rows
-    tables.pushed               this rank has pushed its share of the rows, and has not recorded it
+    tables.met                  all ranks are known to have committed the step, but this rank has
+                                not pushed any of its rows
+    tables.pushed               this rank has pushed its part of the rows, but has not recorded it
 
 Parameter servers:
 
     journal.before_write        records are about to be written to the journal
-    journal.durable             the records are on disk, and none has been applied
-    journal.effect_made         one of the records has been applied, and no caller was answered
-    journal.file_begun          another file of the journal was started
+    journal.durable             the records are on disk, but none has been applied
+    journal.effect_made         one of the records has been applied, but no caller has received a
+                                response
+    journal.file_begun          a new file of the journal has been started
     snapshot.written            a snapshot is on disk under its temporary name
-    snapshot.renamed            the snapshot has its final name, and the older journal still exists
+    snapshot.renamed            the snapshot has its final name, but the older journal still exists
     snapshot.spare_kept         the newest journal file that the snapshot replaces is kept as the
                                 spare; older files still exist
     snapshot.journal_shortened  all journal files that the snapshot replaces have been removed
     pull.halfway                values of a partition have been sent, and the pull continues
     recovery.begun              no record of the journal has been replayed
     recovery.record_made        a record of the journal has been replayed
-    recovery.done               all records have been replayed, and no new journal file was started
+    recovery.done               all records have been replayed, but no new journal file has been
+                                started
     backup.before_note          a primary's backup has a copy, and the journal is about to record
                                 that changes wait for the backup
-    backup.holds                changes wait for the backup, and the coordinator does not know that
-                                the backup is in sync
-    backup.cleared              a backup has removed its old data, and nothing of the new copy is on
+    backup.holds                changes wait for the backup, but the coordinator has not been
+                                notified that the backup is in sync
+    backup.cleared              a backup has removed its old data, but no part of the new copy is on
                                 its disk
-    backup.copied               the copy is on the backup's disk, and the primary was not notified
-    backup.record_made          a backup has written and applied a change, and the primary was not
+    backup.copied               the copy is on the backup's disk, but the primary has not been
                                 notified
-    backup.promoted             a backup was made the primary, and has not served a call yet
-    move.frozen                 partitions that are to move to another server are frozen, and
-                                nothing of them was sent
-    move.taken                  the receiver has all partitions on disk, and the giver was not
+    backup.record_made          a backup has written and applied a change, but the primary has not
+                                been notified
+    backup.promoted             a backup has been made the primary, but has not served a call yet
+    move.frozen                 partitions that are to move to a different server are frozen, but
+                                none of their data has been sent
+    move.taken                  the receiver has all partitions on disk, but the giver has not been
                                 notified
-    move.noted                  the giver's journal records that the partitions are leaving, and the
-                                coordinator was not notified
+    move.noted                  the giver's journal records that the partitions are leaving, but the
+                                coordinator has not been notified
     move.reported               the giver has queued its report to the coordinator
     move.activated              the receiver serves the partitions according to a shard map that is
-                                on its disk, and has not answered a call yet
+                                on its disk, but has not responded to a call yet
     move.dropped                the giver has dropped the partitions
 
 Coordinator:
 
     decision.before_write       a change is about to be written to Redis
-    decision.written            the change is in Redis, and no member was notified
+    decision.written            the change is in Redis, but no member has been notified
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class CoordinatorSettings(ServiceSettings):
 
     redis_ca: Path | None = None
     """CA certificates (PEM) that verify the Redis server if its URL is rediss://; None: the
-    system's. Members use their own `tls_ca`."""
+    system's certificates. Members use their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
     """Maximum time to wait for Redis to respond when the coordinator starts."""

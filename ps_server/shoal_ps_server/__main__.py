@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = parse_command_line(arguments)
         configure_logging("ps-server", settings.log_level)
-        temporary_directory()  # packages imported by torch need one
+        temporary_directory()  # packages imported by torch need a temporary directory
         keep_freed_memory()
         raise_limit()
         asyncio.run(_serve(settings))

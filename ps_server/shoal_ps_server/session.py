@@ -103,7 +103,7 @@ class MoveOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A server's knowledge about its job that the coordinator may have lost."""
+    """Information about a job that its server has and the coordinator may have lost."""
 
     generation: int = 0
     """Newest known generation; 0 if there is none."""
@@ -203,8 +203,8 @@ class CoordinatorSession:
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Time, by the event loop's clock, at which the coordinator first did not know the run;
-        None if it knows the run."""
+        """Time, by the event loop's clock, at which the coordinator first reported that it has no
+        record of the run; None if it has a record."""
         self._server_index: int | None = None
         """Index of this server's place; None before the first welcome."""
         self._registered = asyncio.Event()
@@ -437,10 +437,10 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether `error` means that this server's run has ended or is lost; nobody will
-        request its state again. UnavailableError means that the coordinator may still learn of the
-        run. It counts only once _LOST_RUN_WAIT has passed since the first such error, which gives
-        the run's members time to return."""
+        """Returns whether `error` means that this server's run has ended or is lost, so that its
+        state will never be requested again. An UnavailableError means that the coordinator may
+        still receive a record of the run. It counts only once _LOST_RUN_WAIT has passed since the
+        first such error, which gives the run's members time to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

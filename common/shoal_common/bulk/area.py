@@ -4,10 +4,10 @@ the other empties.
 The server creates the memory, makes the kernel allocate all its pages, and seals its size before a
 client sees it. A client therefore cannot cause a SIGBUS in the server by truncating the memory, and
 the server never maps memory that a client has created. The server copies a piece before it inspects
-it, so that the client cannot change a value after it was checked.
+it, so that the client cannot change a value after it has been checked.
 
-The pages live as long as the connection. Allocating new memory for each partition, sealed against
-writing, would save the server's copy but cost three times as much in page faults
+The pages are freed when the connection is closed. Allocating new memory for each partition, sealed
+against writing, would save the server's copy but cost three times as much in page faults
 (docs/explanation/parameter-servers.md#transport).
 """
 

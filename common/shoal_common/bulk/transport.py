@@ -13,8 +13,8 @@ class Transport(enum.StrEnum):
     """The fastest one available: shared memory on the same machine, otherwise TCP, otherwise
     gRPC."""
     MEMORY = "memory"
-    """Shared memory only."""
+    """Only shared memory."""
     TCP = "tcp"
-    """A separate TCP connection only, with TLS if the RPCs use TLS."""
+    """Only a separate TCP connection, with TLS if the RPCs use TLS."""
     GRPC = "grpc"
-    """The RPCs' own connection only."""
+    """Only the connection that the RPCs use."""

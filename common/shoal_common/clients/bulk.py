@@ -393,8 +393,8 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: called with each transport that has failed unexpectedly and was replaced by
-        a different one."""
+        """`fell_back`: called with each transport that has failed unexpectedly and has been
+        replaced by a different one."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport

@@ -57,8 +57,8 @@ checksum in each header."""
 
 
 class _Stub:
-    """Methods of the service. Those that carry tensors use Shoal's own serialization instead of the
-    generated code."""
+    """Methods of the service. Methods that transfer tensors use Shoal's own serialization instead
+    of the generated code."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)

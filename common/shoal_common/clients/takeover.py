@@ -3,10 +3,10 @@ are waiting for the old server.
 
 A process that is stopped (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call
 to it would last until its deadline of a minute or more. The coordinator is faster: it promotes the
-backup as soon as the server's lease has expired. A thread of this module watches calls that take
-long. It asks the coordinator only while a server does not respond to a health check. Once the shard
-map has a different address for the server, it closes the client of the old one. The calls then fail
-and are retried with the same sequence numbers at the new address.
+backup as soon as the server's lease has expired. A thread of this module monitors calls that take
+long. It sends requests to the coordinator only while a server does not respond to a health check.
+Once the shard map has a different address for the server, it closes the client of the old one. The
+calls then fail and are retried with the same sequence numbers at the new address.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TakeoverWatch:
     """Watches a process's clients of the job's parameter servers. Thread-safe."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
-        """`shard_map`: asks the coordinator for the servers' addresses; returns None if they are
-        unknown. Called on the watch's thread."""
+        """`shard_map`: requests the servers' addresses from the coordinator; returns None if they
+        are unknown. Called on the watch's thread."""
         self._shard_map = shard_map
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()

@@ -111,7 +111,7 @@ class Tally:
     """Number of earlier spans."""
     in_doubt: int = 0
     """Key of a batch whose push has started but is not yet counted as a commit; 0 if there is none.
-    If the worker dies, the push may or may not have reached the servers."""
+    If the worker dies at this point, the push may or may not have reached the servers."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Key -> steps and samples of batches that a different worker had already pushed. They are not
     counted as commits here: the other worker has counted them, or has them `in_doubt`."""

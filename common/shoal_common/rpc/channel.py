@@ -44,7 +44,7 @@ class ChannelSettings:
 
     member_key: str | None = field(default=None, repr=False)
     """Key that proves a member's identity to the services, sent with every call. None: the caller
-    is not a member."""
+    is not a member of a job."""
 
     server_name: str | None = None
     """Name expected in the server's certificate, if it is not the host of `address`."""

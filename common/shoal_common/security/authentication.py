@@ -207,7 +207,8 @@ class TlsSettings:
     """Private key of `certificate`."""
 
     authority: Path | None = None
-    """Certificate authorities that clients use to verify the server; None: the system's."""
+    """Certificate authorities that clients use to verify the server; None: the authorities of the
+    system."""
 
     client_authority: Path | None = None
     """Certificate authorities that servers use to verify clients (mutual TLS); None: clients need

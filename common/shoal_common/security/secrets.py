@@ -25,7 +25,7 @@ SERVICE_SECRETS: Final = (
 """Variables with the secrets of services, which start no processes that run user code."""
 
 _taken: dict[str, str] = {}
-"""Variable -> secret, for secrets that were removed from this process's environment."""
+"""Variable -> secret, for secrets that have been removed from this process's environment."""
 
 
 def take_secrets() -> None:

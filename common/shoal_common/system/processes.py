@@ -5,8 +5,8 @@ Linux only (prctl). Used for the embedded Redis server and by launchers. This mo
 supervise children: restarts, output and exit codes are left to the caller.
 
 The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when
-that thread ends, the child receives the signal. Such children must be started on a thread that
-lives at least as long as they may.
+that thread ends, the child receives the signal. Start such a child on a thread that keeps running
+for as long as the child may run.
 """
 
 from __future__ import annotations

@@ -39,9 +39,10 @@ _UNLOCKED_S: Final = 60.0
 """Age in seconds after which a living owner must have locked its directory. Locking takes far less
 time."""
 
-# Its standard input ends with the owner and everything that the owner forked, which hold the other
-# end as well. A process started by the owner, such as a Redis server being killed by the kernel,
-# may write for a moment longer, so it checks again until nothing reappears.
+# Its standard input reaches end of file when the owner and all processes that it has forked have
+# exited, because they hold the other end of the pipe. A process started by the owner, such as a
+# Redis server being killed by the kernel, may write for a moment longer, so it checks again until
+# nothing reappears.
 _KEEPER: Final = """
 import os, sys
 os.chdir("/")

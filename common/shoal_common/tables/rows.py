@@ -32,8 +32,9 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Evictions are batched by this factor, because each must scan all rows: by age every `max_age` /
-16 steps, by number a sixteenth of the maximum number of rows at a time."""
+"""Factor by which evictions are batched, because each eviction must scan all rows. Rows are evicted
+by age every `max_age` / 16 steps. By number, a sixteenth of the maximum number of rows is evicted
+at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +257,9 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows that are too old or too many. The result depends only on `step` and on each
-        row's last update, so repeating an update evicts the same rows."""
+        """Evicts rows that are too old, and the oldest rows above the maximum number. The result
+        depends only on `step` and on each row's last update, so repeating an update evicts the same
+        rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)

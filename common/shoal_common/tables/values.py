@@ -48,7 +48,8 @@ def initial_rows(ids: Ids, dim: int, *, seed: int, initializer: str, scale: floa
     """Returns the initial values of rows, `[len(ids), dim]`.
 
     "uniform": numbers of 24 random bits in [-scale, scale). "normal": the centered sum of twelve
-    numbers of 16 random bits, whose variance is 1 up to a billionth, times `scale`. "zeros": zeros.
+    numbers of 16 random bits, whose variance differs from 1 by at most a billionth, times `scale`.
+    "zeros": zeros.
     """
     if initializer == "zeros":
         return np.zeros((len(ids), dim), dtype=np.float32)

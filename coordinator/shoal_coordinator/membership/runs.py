@@ -2,9 +2,9 @@
 (docs/explanation/membership.md#runs).
 
 A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
-newest run has not ended means joining that run, so a run whose processes were all killed continues
-with the processes that are started next. Creating a job whose newest run has ended starts the next
-run.
+newest run has not ended means joining that run, so a run continues with the next processes that are
+started even if all its processes were killed. Creating a job whose newest run has ended starts the
+next run.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
-    """Makes the launchers' auxiliary job follow a run of the main job. `run`: the run to follow."""
+    """Makes the launchers' auxiliary job follow the run `run` of the main job."""
     if is_current(draft, run):
         if _goes_on(draft):
             _check_spec(draft, event.spec)
@@ -186,8 +186,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether Redis may have lost `run`, and `run` is newer than all runs with known
-    training."""
+    """Returns whether `run` may have been lost by Redis and is newer than all runs that are known
+    to have trained."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -250,8 +250,8 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Returns the outcome for a run that has ended but still has members. Evicts members that were
-    silent for longer than a lease."""
+    """Returns the outcome for a run that has ended but still has members. Evicts members that have
+    been silent for longer than a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
         f"but {len(draft.members)} of its members have not left yet ({_members(draft)})"

@@ -51,8 +51,8 @@ class History:
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Adds a point. It replaces the previously newest point unless that one is at least a
-        sampling interval after the point before it."""
+        """Adds a point. If the newest point so far is less than a sampling interval after the one
+        before it, the new point replaces it."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]

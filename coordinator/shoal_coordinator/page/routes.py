@@ -33,7 +33,7 @@ from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"
 OF_ONE_JOB: Final = frozenset({"/api/jobs", "/api/job", "/api/events"})
-"""Paths that show the holder of a token for one job only that job."""
+"""Paths that accept a token for a single job, and then show only that job."""
 _MOST_EVENTS: Final = 500
 _OLDEST: Final = "0"
 """Result of parse_event_id for an empty id."""

@@ -57,7 +57,7 @@ def host(field: str, value: str) -> str:
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """Checks an address (host:port) that others connect to."""
+    """Checks an address (host:port) to which other processes connect."""
     if not value and not required:
         return value
     try:

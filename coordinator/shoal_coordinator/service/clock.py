@@ -2,9 +2,9 @@
 commit.
 
 While a coordinator is suspended (SIGSTOP, a suspended machine), it reads no heartbeats. If this
-time counted, all leases would have expired when it resumes, although the members were healthy. The
-clock is therefore read continuously, by the loops and by `tick`, and advances by at most a short
-interval between two readings.
+time counted, all leases would have expired by the time it resumes, even if all members are healthy.
+The clock is therefore read continuously, by the loops and by `tick`, and advances by at most a
+short interval between two readings.
 
 The clock belongs to the event loop; other threads may read `last_read`.
 """

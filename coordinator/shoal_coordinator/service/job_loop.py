@@ -138,8 +138,8 @@ class JobLoop:
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
-        """Time at which the coordinator learned of a possible loss that it has not decided about
-        yet; None if there is none."""
+        """Time at which the coordinator received the first sign of a loss that it has not decided
+        on yet; None if there is none."""
 
     # -------------------------------------------------------------------- calls by other components
 

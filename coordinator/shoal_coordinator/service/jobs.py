@@ -218,7 +218,7 @@ class Jobs:
 
     def _fail(self, error: ShoalError) -> None:
         """Stops serving after the loop of one job has failed. Its state in memory may be wrong, or
-        may belong to a newer coordinator by now."""
+        a newer coordinator may have taken over the job."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True

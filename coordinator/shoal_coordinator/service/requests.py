@@ -101,7 +101,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
-    """Returns the run that a caller belongs to or asks for; None for the newest run."""
+    """Returns the run that a caller belongs to or requests; None for the newest run."""
     if message.number == 0 and message.began_unix_ms == 0:
         return None
     return RunId(

@@ -139,8 +139,9 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 
 def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recovery | None:
     """Returns the recovery that was in progress; None if there was none. A recovery was in progress
-    if the stored number is above the stored generation's, or above the run's first: members or
-    servers then know generations in between."""
+    if the stored number is above the number of the stored generation or, if no generation is
+    stored, above all generations of previous runs. Members or servers have then reported
+    generations that Redis has lost."""
     known = header.get("run_above", 0) if generation is None else generation.number
     if header["number"] <= known:
         return None
@@ -151,8 +152,8 @@ def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recov
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """Adds a field to `put`, the fields to set, or, if `value` is None, to `remove`, the fields to
-    delete."""
+    """Adds a field to `put`, the fields to set. If `value` is None, adds its name to `remove`, the
+    fields to delete."""
     if value is None:
         remove.append(name)
     else:

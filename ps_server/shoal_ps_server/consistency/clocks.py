@@ -176,7 +176,7 @@ class Clocks:
         )
 
     def open(self, iteration: int) -> None:
-        """Records that a push of a bsp iteration was admitted."""
+        """Records that a push of a bsp iteration has been admitted."""
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:

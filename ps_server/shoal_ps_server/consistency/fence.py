@@ -4,8 +4,8 @@ The coordinator announces the members of each generation; the fence remembers ev
 with the newest generation without it.
 
 Membership changes do not interrupt asynchronous training, so a member need not act in the newest
-generation: a current member may continue in the generation that it knows. Messages that were sent
-before their sender was evicted must not be accepted. The fence therefore refuses
+generation: a current member may continue in an older generation. Messages that were sent before
+their sender was evicted must not be accepted. The fence therefore refuses
 
 - members that are not in the newest generation known here, and
 - for a member that was evicted and has returned, all generations up to the last one without it.
@@ -47,7 +47,7 @@ class Change:
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     forgotten: frozenset[str] = frozenset()
-    """Members that have been absent for so long that their state was dropped."""
+    """Members that have been absent for so long that their state has been dropped."""
 
 
 @dataclass(kw_only=True)
@@ -99,8 +99,8 @@ class Fence:
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Adds members that another server knows to be evicted. That server must not know a newer
-        generation than this server."""
+        """Adds the members that another server has recorded as evicted. That server must not have
+        received a newer generation than this server."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))

@@ -72,8 +72,8 @@ class Membership:
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Adds members that another server knows to be evicted. Continues with the other server's
-        clocks unless `clocks` is None."""
+        """Adds the members that another server has recorded as evicted. Continues with the other
+        server's clocks unless `clocks` is None."""
         self.fence.remember(fence)
         if clocks is not None:
             self.clocks = clocks

@@ -37,9 +37,9 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""Maximum time until the receiver has everything, and maximum time without any response or accepted
-data from the receiver."""
+"""Maximum time until the receiver has all partitions of a move."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
+"""Maximum time in which the receiver neither responds nor accepts data."""
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 

@@ -55,7 +55,7 @@ class _Stream:
     epoch: int
     items: deque[Item] = field(default_factory=deque)
     nbytes: int = 0
-    """Bytes of the payloads in `items`."""
+    """Total size in bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
     """Partitions that have not been copied yet. Changes made to them before that are part of the
     copy."""
@@ -68,7 +68,7 @@ class _Stream:
     whole: bool = False
     """True if the backup has written the complete copied state to disk."""
     in_sync: bool = False
-    """True if the backup has received all acknowledged changes, and the coordinator was
+    """True if the backup has received all acknowledged changes, and the coordinator has been
     notified."""
     failure: ShoalError | None = None
     """Reason why the stream was closed; None while it is open."""
@@ -76,7 +76,7 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record whose effect was called, or drops it if the partition will be copied
+        """Queues a record whose effect has been called, or drops it if the partition will be copied
         later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a leaving partition need not be sent; if it returns, its records are complete
@@ -151,8 +151,8 @@ class Backup:
         """Stream, open or closed, that delays the effects of changes in the journal, until the
         coordinator decides otherwise."""
         self.noted = noted
-        """Id in the journal's last backup record: the backup that must receive every change; empty
-        if there is none."""
+        """Id in the journal's last backup record, which names the backup that must receive every
+        change; empty if there is none."""
         self._noting: asyncio.Future[None] | None = None
         """Write of the latest backup record to the journal, complete or in progress."""
 

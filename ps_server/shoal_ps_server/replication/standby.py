@@ -84,8 +84,8 @@ class Standby:
         self._copy: _Copy | None = None
         """Copy of the primary's state; None until it is complete."""
         self._keeping: asyncio.Task[None] | None = None
-        """Task that replaces this server's state with the primary's. It runs to completion even if
-        the stream is closed."""
+        """Task that replaces this server's state with the state of the primary. It runs to
+        completion even if the stream is closed."""
         self._not_before = 0.0
         """Earliest time, by the loop's clock, at which this server may follow again, even under a
         different primary or epoch."""
@@ -153,7 +153,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns no facts; they are in the primary's journal."""
+        """Returns an empty `Known`; the facts about the job are in the primary's journal."""
         return Known()
 
     def disconnected(self) -> None:

@@ -83,8 +83,8 @@ class Receiver:
             shard, moves, membership, changes: state of the server.
             layout_of: returns the shard map of an epoch or a newer epoch; with True as second
                 argument, the coordinator's current shard map.
-            agree: configures this server like the giver, and returns the common configuration.
-                Raises PreconditionError / OPTIMIZER_CONFLICT.
+            agree: reconciles this server's configuration with the giver's configuration, and
+                returns the result. Raises PreconditionError / OPTIMIZER_CONFLICT.
         """
         self._job_id = job_id
         self._shard = shard
@@ -121,7 +121,7 @@ class Receiver:
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
         """Checks that this server can receive the partitions, and adopts the giver's configuration
-        and its knowledge about the job."""
+        and its information about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, but the stream is for job "
@@ -138,7 +138,7 @@ class Receiver:
             offer.epoch, before is not None and before.move != offer.move
         )
         self._check_not_held(offer)
-        # Otherwise a member known by the giver to be evicted could continue on this server.
+        # Otherwise a member that the giver has recorded as evicted could continue on this server.
         await self._membership.know(offer.members.generation)
         return None if offer.configuration is None else await self._agree(
             offer.configuration

@@ -55,7 +55,7 @@ _GREETING_LIMIT: Final = timedelta(seconds=5)
 """Maximum time for a new connection to complete the TLS handshake and present its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""Delay in seconds after a connection was rejected or has replaced an older one, so that such
+"""Delay in seconds after a connection has been rejected or has replaced an older one, so that such
 connections cannot keep the event loop busy."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
@@ -204,7 +204,7 @@ class BulkServer:
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """Removes a connection from the strangers, because it has presented its ticket or was
+        """Removes a connection from the strangers, because it has presented its ticket or has been
         closed."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)

@@ -1,4 +1,5 @@
-"""Limits on open file descriptors: the process's limit, and the bulk channel's share of it.
+"""Limits on open file descriptors: the limit of the process, and the part of it that the bulk
+channel may use.
 
 The bulk channel may use half of the descriptors. The other half is for the journal, RPC connections
 and everything else: a server without free descriptors can neither start a journal file nor accept a
@@ -31,14 +32,15 @@ class BulkShare:
 
     @classmethod
     def of(cls, limit: int) -> BulkShare:
-        """Returns the bulk channel's share in a process that may open `limit` descriptors."""
+        """Returns the bulk channel's limits for a process that may open up to `limit`
+        descriptors."""
         strangers = max(1, min(_MOST_STRANGERS, limit // 32))
         connections = (limit // 2 - 2 * strangers) // _OF_A_CONNECTION
         return cls(connections=max(0, min(_MOST_CONNECTIONS, connections)), strangers=strangers)
 
     @classmethod
     def of_this_process(cls) -> BulkShare:
-        """Returns the bulk channel's share under this process's current limit."""
+        """Returns the bulk channel's limits, given this process's current limit on descriptors."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls.of(_ENOUGH if soft == resource.RLIM_INFINITY else soft)
 

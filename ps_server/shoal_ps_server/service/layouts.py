@@ -46,8 +46,8 @@ class Layouts:
         self._current = layout
 
     async def any(self) -> Layout:
-        """Returns the layout that this server knows. If there is none, fetches the coordinator's.
-        Raises the errors of FetchLayout and `adopt`."""
+        """Returns the newest layout known to this server. If there is none, fetches the layout from
+        the coordinator. Raises the errors of FetchLayout and `adopt`."""
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:

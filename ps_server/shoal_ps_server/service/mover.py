@@ -48,7 +48,7 @@ class Mover:
         self._report = report
         self._decided: tuple[int, int] | None = None
         """Number of the last move that the coordinator has decided, and the epoch of the shard map
-        with its outcome; None once the outcome is applied."""
+        that contains the move's outcome; None once the outcome has been applied."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
         """Number and task of the move in progress; None if there is none."""
@@ -107,7 +107,7 @@ class Mover:
                 self._decided = None
 
     async def _end_moves(self, move: int) -> None:
-        # The record of the move may still be being written.
+        # The write of the move's record may still be in progress.
         is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
         # aborts streams before the record is written, so that no stream of the move continues after
         # it

@@ -128,8 +128,8 @@ class Pulls:
                 pull.member_id, pull.generation, wait=pull.wait, check=check
             )
             if self._membership.consistency.mode is ConsistencyMode.BSP:
-                # for a departed member, which other members do not wait for: either all readers
-                # must see its last push, or none
+                # needed for a member that has left, because no other member waits for it: all
+                # readers must see its last push, or none may
                 await self._quiet()
         finally:
             if self._membership.consistency.mode is not ConsistencyMode.ASP:

@@ -121,8 +121,8 @@ class ParameterServerServicer:
         configuration: Configuration | None,
     ) -> None:
         """`receiver`: creates the Receiver, given the function that reconciles this server's
-        configuration with another server's. `check_place`: raises UnavailableError unless this
-        server is certain that it must serve."""
+        configuration with the configuration of another server. `check_place`: raises
+        UnavailableError unless this server is certain that it must serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -452,8 +452,9 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Adopts another server's configuration if its revision is newer than this server's.
-        Returns the resulting configuration. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """Adopts another server's configuration if it has a newer revision than this server's
+        configuration. Returns the resulting configuration. Raises PreconditionError /
+        OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration

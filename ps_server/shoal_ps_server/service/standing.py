@@ -59,7 +59,7 @@ class Standing:
         """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
-            self._known.set()  # unless this is true, a different server may have the place by now
+            self._known.set()  # without a backup, no other server can have the place
         self.replaced = asyncio.Event()
         """Event that is set when the coordinator makes this server a backup."""
 

@@ -100,7 +100,7 @@ class Tickets:
         return found.speaker
 
     def closed(self, member_id: str) -> None:
-        """Records that one of a member's connections was closed."""
+        """Records that one of a member's connections has been closed."""
         self._open[member_id] -= 1
         if not self._open[member_id]:
             del self._open[member_id]

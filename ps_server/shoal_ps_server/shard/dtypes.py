@@ -16,7 +16,7 @@ class ElementType:
     """An element type's name, protocol number and torch dtype."""
 
     name: str
-    """Name in shard maps and snapshots, the same as numpy's."""
+    """Name in shard maps and snapshots, the same as in numpy."""
 
     wire: pb.Dtype
     """Value of shoal.v1.Dtype."""

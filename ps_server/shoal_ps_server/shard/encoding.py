@@ -2,8 +2,8 @@
 values. Implemented in torch.
 
 Each value is rounded to the nearest representable value, so the result is deterministic: all
-readers of a version receive the same bytes, whichever server responds. The server's own values keep
-their precision.
+readers of a version receive the same bytes, no matter which server responds. The server's own
+values keep their precision.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class OptimizerSettings:
 
     def is_calm(self, places: Collection[int]) -> bool:
         """Returns whether updates of tensors in the groups `places` are safe without a trial on a
-        copy: an update by a gradient of ordinary size cannot be infinite, and values do not grow on
-        their own."""
+        copy: an update with a gradient of ordinary size is finite, and values do not grow on their
+        own."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
             is_calm(values)
@@ -243,8 +243,8 @@ def optimizer_settings(
 
 
 def is_calm(values: Hyperparameters) -> bool:
-    """Returns whether, with these hyperparameters, an update by a gradient of ordinary size cannot
-    be infinite."""
+    """Returns whether, with these hyperparameters, an update with a gradient of ordinary size is
+    always finite."""
     return (
         all(value <= _CALM_HYPERPARAMETER for value in values.values())
         and values.get("momentum", 0.0) <= 1

@@ -23,7 +23,7 @@ from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
-"""Dtype -> magnitude whose square, as Adam computes it, is far below the largest number of the
+"""Dtype -> magnitude whose square, as computed by Adam, is far below the largest number of the
 type. float16 has no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
@@ -85,8 +85,8 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Record of pushes that need no further action, because they were applied, or recognized by
-    their batch as already applied."""
+    """Record of pushes that need no further action: they have been applied, or their batch shows
+    that their gradients had already been applied."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> last sequence number. Each member numbers its pushes 1, 2, 3, ..."""
@@ -142,8 +142,8 @@ class Partition:
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """Largest magnitude among the initial values. "Calm" updates cannot make values grow from there
-    to an overflow."""
+    """Largest magnitude among the initial values. Updates for which `OptimizerSettings.is_calm` is
+    True cannot make values grow from there to an overflow."""
     optimizer: PartitionOptimizer | None = None
     """Optimizer of the partition; None until the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
@@ -156,14 +156,14 @@ class Partition:
     """`settled` as it will be once all admitted pushes are applied; None if no pushes are
     pending."""
     on_their_way: int = 0
-    """Number of admitted pushes that are neither applied nor refused yet; `to_apply`: how many of
-    these will change the values."""
+    """Number of admitted pushes that have been neither applied nor refused yet; `to_apply`: how
+    many of these will change the values."""
     to_apply: int = 0
     restoration: int = 0
     """Number of the last restoration of a bucket of a table, which also set its version; 0 if there
     was none."""
     is_restoring: bool = False
-    """True if a restoration has been admitted and is neither carried out nor refused yet."""
+    """True if a restoration has been admitted and has been neither carried out nor refused yet."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
     """Cached result of `OptimizerSettings.is_calm` for these settings and the tensors of this
     partition."""
@@ -192,8 +192,9 @@ class Partition:
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns whether a push was already applied, either as the same push of its member or as
-        another member's push of the same batch. Returns False if the push is the member's next one.
+        """Returns whether a push has already been applied, either as the same push of its member or
+        as another member's push of the same batch. Returns False if the push is the member's next
+        one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -224,8 +225,8 @@ class Partition:
         return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Returns whether the batch of a push was already pushed to this partition, by a different
-        member or by the same member before it abandoned the batch."""
+        """Returns whether the batch of a push has already been pushed to this partition, by a
+        different member or by the same member before it abandoned the batch."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
     def last_sequence(self, member_id: str) -> int:

@@ -203,7 +203,7 @@ class Upload:
     def _look_up_to(self, end: int) -> None:
         if end > self._seen:
             found = bound_of(self._tensor[self._seen : end])
-            if not math.isnan(self._largest) and not found <= self._largest:  # also if it is NaN
+            if not math.isnan(self._largest) and not found <= self._largest:  # even if it is NaN
                 self._largest = found
             self._seen = end
 

@@ -45,10 +45,10 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """Returns the next bytes, at most `nbytes`; empty at the end. The result is live memory: it
-        must be copied before the shard changes.
+        """Returns the next bytes, at most `nbytes`; empty at the end. The result is a view of
+        memory that may change: copy it before the shard changes.
 
-        Raises UnavailableError / PULL_TOO_SLOW if the reading was aborted.
+        Raises UnavailableError / PULL_TOO_SLOW if the reading has been aborted.
         """
         self._check_held()
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
@@ -56,7 +56,7 @@ class Reading:
         return piece
 
     def promise(self, nbytes: int) -> None:
-        """Reserves bytes whose size has already been announced to the reader. They can be taken
+        """Reserves bytes whose number has already been announced to the reader. They can be taken
         even if the reading is aborted after this call. Raises the errors of `take`."""
         self._check_held()
         self._promised = nbytes
@@ -72,7 +72,8 @@ class Reading:
 
     @property
     def rest(self) -> memoryview:
-        """All unread bytes, in the same live memory as the results of `take`."""
+        """All unread bytes. Like the results of `take`, they must be copied before the shard
+        changes."""
         return self._rest
 
     @property
@@ -94,7 +95,7 @@ class Reading:
 
 @dataclass(eq=False)
 class EncodedValues:
-    """The compressed values of one version of a partition. The object lives only as long as a
+    """The compressed values of one version of a partition. The object exists only as long as a
     reader uses it."""
 
     payload: torch.Tensor

@@ -42,7 +42,7 @@ fraction of a second."""
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one uploaded partition."""
+    """Result of one upload to a partition: a gradient, initial values or restored rows."""
 
     partition_id: int
     version: int
@@ -51,7 +51,7 @@ class Outcome:
     """Number of versions between the values that the gradient was computed on and the values that
     it was applied to."""
     duplicate: bool = False
-    """True if the upload was received before and therefore had no effect."""
+    """True if the upload had been received before and therefore had no effect."""
     known_batch: bool = False
     """True if the batch of this push had been pushed before, by a different push; `duplicate` is
     then True too."""
@@ -153,8 +153,8 @@ class Shard:
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Blocks pulls and pushes of these partitions. Changes that were admitted before are still
-        applied; after that, the partitions do not change."""
+        """Blocks pulls and pushes of these partitions. Changes that have already been admitted are
+        still applied; after that, the partitions do not change."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
@@ -325,15 +325,15 @@ class Shard:
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """Admits a restoration and returns True, or returns False if it has been carried out
-        before. If True, the caller must call `restore`. No change of the bucket may be pending.
+        """Admits a restoration and returns True; the caller must then call `restore`. Returns False
+        if the restoration has already been carried out. No change of the bucket may be pending.
         Raises the errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Carries out a restoration that was admitted, by this process or an earlier one."""
+        """Carries out a restoration that has been admitted by this process or an earlier one."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -380,13 +380,13 @@ class Shard:
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks a push's sequence number as used. Called for a push that was recognized by its
+        """Marks a push's sequence number as used. Called for a push that has been recognized by its
         batch."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies again a push that an earlier process has admitted and applied. Returns the
-        version after it. Raises the errors of `Upload.values`.
+        """Reapplies a push that an earlier process admitted and applied, and returns the resulting
+        version. Raises the errors of `Upload.values`.
 
         `compensated`: True if the push was compensated and has been registered with `will_redo`.
         """
@@ -415,13 +415,13 @@ class Shard:
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Records the finished batches that were reported with a push, already applied by an
-        earlier process."""
+        """Records the finished batches that a member reported with a push. The push itself was
+        applied by an earlier process."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """Returns the outcome of an upload that has no effect because it was received before.
+        """Returns the outcome of an upload that has no effect because it has already been received.
         Raises the errors of `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:

@@ -29,7 +29,7 @@ LARGEST_BUCKET_BYTES: Final = 256 << 20
 """Maximum size of a bucket in bytes. For snapshots and for other servers, a bucket is copied in one
 piece, and the server does no other work during the copy."""
 _CALM: Final = 1e16
-"""Magnitude whose square, as Adagrad computes it, is far below the largest float32."""
+"""Magnitude whose square, as computed by Adagrad, is far below the largest float32."""
 
 
 @dataclass(kw_only=True)
@@ -220,7 +220,7 @@ class TableRows(Partition):
 
     @property
     def stored_rows(self) -> int:
-        """Number of stored rows: rows that were pushed and have not been evicted."""
+        """Number of stored rows, which are the rows that have been pushed and not evicted."""
         return len(self.rows)
 
     @property

@@ -96,9 +96,9 @@ class Changes:
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically. If
-        changes are waiting for a backup, raises an error instead. The caller then asks the
-        coordinator for the server's address, because a different server may have taken its place
-        without its knowledge.
+        changes are waiting for a backup, raises an error instead. The caller then requests the
+        server's address from the coordinator, because a different server may have taken this
+        server's place without this server noticing.
 
         Raises UnavailableError / CHANGE_PENDING.
         """

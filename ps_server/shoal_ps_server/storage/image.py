@@ -103,7 +103,7 @@ class ServerImage:
     state: ServerState
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
-    """Partitions that another server has handed over and that do not belong to this server yet;
+    """Partitions that another server has handed over, but that do not belong to this server yet;
     `coming`: partitions received so far in an incomplete move."""
     coming: Taken | None = None
 
@@ -247,7 +247,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
 
 def members_from_json(value: Mapping[str, Any]) -> Members:
     """Restores membership and clocks from JSON values. Raises the errors of `state_from_json`."""
-    # missing in data from before bsp existed
+    # missing in data written before bsp existed
     resting = frozenset(map(str, value.get("resting", ())))
     # missing in data from older releases
     taking_part = frozenset(map(str, value.get("taking_part", ())))

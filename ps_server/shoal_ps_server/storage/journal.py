@@ -43,8 +43,8 @@ T = TypeVar("T")
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
 """Maximum number of bytes written in one batch, before the effects of its records are called."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested delay before a client retries. A full disk is unlikely to have space sooner, and a push
-has megabytes."""
+"""Suggested delay before a client retries. A full disk is unlikely to have free space sooner, and a
+push is megabytes in size."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
 """Maximum time in seconds that effects are called consecutively before other tasks of the loop
@@ -178,7 +178,7 @@ class Journal:
         """Writes a record, then calls `effect` on the loop. Returns a future for the result of
         `effect`; it fails with UnavailableError / JOURNAL_FAILED if the record cannot be written.
 
-        `record`: None only waits for all earlier records, without writing. `refused`: called in
+        `record`: None to wait for all earlier records without writing one. `refused`: called in
         place of `effect` if the record cannot be written.
         """
         return self._put(

@@ -30,7 +30,7 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Suggested delay before a client retries. A full disk is unlikely to have space sooner."""
+"""Suggested delay before a client retries. A full disk is unlikely to have free space sooner."""
 _LOOK_S: Final = 1.0
 """Interval in seconds between checks of the journal's size."""
 

@@ -138,8 +138,8 @@ def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:
-    """Yields the offsets of all occurrences of the magic. Searches piece by piece; the pieces
-    overlap by the length of the magic."""
+    """Yields the offsets of all occurrences of the magic. Searches piece by piece. The pieces
+    overlap, so that an occurrence across a border is found exactly once."""
     step = 1 << 24
     for piece in range(start, data.nbytes, step):
         part = bytes(data[piece : piece + step + len(MAGIC) - 1])

@@ -8,8 +8,8 @@ older file; each record contains the number of its file.
 The first record of a file identifies its owner and the end of the previous file. The file
 `journal.id` contains a random number that seeds the checksums of all records. The last file ends
 with its last record. If a crash interrupted the write of that record, the record was never
-acknowledged. If a record after damaged bytes proves that those bytes had reached the disk, the disk
-has lost acknowledged data, and the server refuses to start.
+acknowledged. If a later record proves that damaged bytes had once reached the disk, the disk has
+lost acknowledged data, and the server refuses to start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Trains a small network to classify points of a square: does a point lie in a ring?
-
-Replace `make_datasets` and `make_model` with your own, and the loss in `main`.
+"""Trains a small network to decide whether a point of a square lies in a ring. Replace
+`make_datasets` and `make_model` with your own, and the loss in `main`.
 """
 
 import argparse
@@ -54,7 +53,7 @@ def main() -> None:
     loader = shoal.ElasticDataLoader(training, global_batch_size=batch_size)
     held_out = shoal.ElasticDataLoader(validation, global_batch_size=batch_size, train=False)
 
-    # Values of your own that the loop carries: joiners and resumed runs receive them.
+    # Your own values that the loop updates: joiners and resumed runs receive them.
     run = shoal.register_state(best=0.0)
     shoal.resume(arguments.checkpoints)  # the newest checkpoint, if there is one
 

@@ -1,7 +1,7 @@
 """Process of a background run: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
 
 The process forks before it imports anything large. The parent writes the submission's record and
-exits; its exit tells the submitter that the launcher exists. The child leads its own session, runs
+exits; its exit shows the submitter that the launcher exists. The child leads its own session, runs
 `shoal run ARGUMENTS`, and finally writes the outcome.
 """
 

@@ -20,7 +20,7 @@ class JobPhase(StrEnum):
     """Fewer than `min_workers` members are ready, so the job is not training."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """The job was asked to stop: members leave at their next step boundary."""
+    """The job has been asked to stop: members leave at their next step boundary."""
     FINISHED = "finished"
     """The job has ended; `Job.ending` is the outcome."""
 
@@ -48,7 +48,7 @@ class MemberPhase(StrEnum):
     """The member is waiting for a rank in the next generation."""
     RANKED = "ranked"
     DRAINING = "draining"
-    """The member was asked to leave, and leaves at its next step boundary."""
+    """The member has been asked to leave, and leaves at its next step boundary."""
     QUARANTINED = "quarantined"
     """The member cannot reach its peers, and is excluded until it can."""
 

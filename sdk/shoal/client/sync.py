@@ -399,8 +399,8 @@ class Client:
         self.close()
 
     def _ask(self, job_id: str, call: Callable[[CoordinatorClient], T]) -> T:
-        """Sends a request to the job's coordinator. Right after a job was submitted, first waits
-        until a coordinator knows the job."""
+        """Sends a request to the job's coordinator. If the job has only just been submitted, first
+        waits until its launcher has created it at a coordinator."""
         deadline = Deadline(self._timeout)
         while True:
             try:

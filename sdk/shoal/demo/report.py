@@ -19,8 +19,8 @@ from shoal.ticks import is_wide, logarithmic
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
 _LOST_UPDATES = "updates of this worker that it had acknowledged"
-"""Text that identifies a worker's message that a restarted parameter server has lost acknowledged
-updates."""
+"""Part of the message that a worker prints if a restarted parameter server has lost updates that it
+had acknowledged."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,8 @@ class Drag:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """Records the current time as the time of receiving an iteration's batch."""
+        """Records the start of an iteration. Must be called when the iteration's batch has been
+        received."""
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
@@ -100,7 +101,7 @@ class Drag:
         time.sleep(self._held_s)  # a plain delay: this is the slow machine's part of the step
 
     def end(self) -> None:
-        """Records the current time as the end of a step."""
+        """Records the end of a step."""
         taken_s = time.perf_counter() - self._began_s - self._held_s
         self._own_s = taken_s if self._own_s is None else min(self._own_s, taken_s)
 

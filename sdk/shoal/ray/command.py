@@ -34,8 +34,8 @@ SUMMARY: Final = "summary.left"
 """Name of the file, in the shared directory, with a human-readable description of the launcher's
 failed workers."""
 PATH: Final = "path.json"
-"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has set to the
-driver's."""
+"""Name of the file, in the shared directory, with the actor's sys.path, which Ray has copied from
+the driver."""
 _KEPT_MOST: Final = timedelta(minutes=1)
 
 

@@ -3,8 +3,8 @@ public `ShardedModel` and `ShardedOptimizer`.
 
 There are four engines: `replicated/engine.py` (every rank has the full model), `sharding/engine.py`
 (tensors are sharded across the ranks), `mesh/engine.py` (layers and stages are on different ranks)
-and `asynchronous/engine.py` (values are on parameter servers). A strategy declares its engine and
-the engine's options (`strategies/declaration.py`).
+and `asynchronous/engine.py` (parameters are on parameter servers). A strategy declares its engine
+and the engine's options (`strategies/declaration.py`).
 
 The user's model and optimizer forward their calls to the engine, and the session calls it as a
 `TrainingEngine`. All methods run on the training thread, except hooks of a backward pass, which run
@@ -56,12 +56,13 @@ T = TypeVar("T")
 class Setup:
     """Arguments for creating an engine.
 
-    Three of the arguments can be called like the model. `module` only computes. `call` is the same
-    forward pass, compiled if torch.compile was used; `Engine.forward` calls `call`. `model` is the
-    public wrapper, which calls `Engine.forward`; `Engine.train_step` calls `model`."""
+    Three of the arguments can be called like the model. `module` runs the user's forward pass and
+    nothing else. `call` is the same forward pass, compiled if torch.compile was used;
+    `Engine.forward` calls `call`. `model` is the public wrapper, which calls `Engine.forward`;
+    `Engine.train_step` calls `model`."""
 
     strategy: str
-    """Strategy's name, for errors and metadata."""
+    """Name of the strategy. Used in errors and metadata."""
     module: nn.Module
     """The user's own module, unsharded."""
     call: Callable[..., Any]
@@ -77,7 +78,7 @@ class Setup:
     """Keyword arguments of `as_distributed` that are specific to the strategy."""
     several: bool = False
     """True if the model is one of several. Passes of the other models may then run through this one
-    and add to its gradients, and the script may freeze it for some of them."""
+    and add to its gradients, and the script may freeze this model for some of these passes."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
@@ -131,8 +132,8 @@ class Engine(TrainingEngine):
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
         """Returns a function that runs a forward pass with the module's method `name` in place of
-        its `forward` (`register_forward_method`). It behaves as `Engine.forward`, or as
-        `Engine.forward_frozen` if `frozen`."""
+        its `forward` (`register_forward_method`). That function otherwise behaves like
+        `Engine.forward` or, if `frozen`, like `Engine.forward_frozen`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -228,8 +229,9 @@ class Engine(TrainingEngine):
     # --------------------------------------------------------------------- for ShardedModel: values
 
     def check_values_here(self, call: str, instead: str) -> None:
-        """Checks that this rank has all values of the module; otherwise raises PreconditionError.
-        `call`, `instead`: user's call that needs the values, and an alternative, for the error."""
+        """Checks that this rank has the values of all parameters; otherwise raises
+        PreconditionError. `call`, `instead`: the user's call that needs these values, and an
+        alternative call. Both are named in the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
@@ -253,14 +255,14 @@ class Engine(TrainingEngine):
         )
 
     def _whole_state(self) -> Mapping[str, Any]:
-        """Returns copies of the module's complete state, including parameters that its own
+        """Returns copies of the module's complete state, including parameters that the module's own
         `state_dict()` omits."""
         return copy.deepcopy(ModuleState(self.module).captured())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters, or this rank's parts of the parameters, by name
-        (`ShardedModel.local_shard`)."""
+        """This rank's parameters by name. If parameters are split across ranks, only this rank's
+        parts of them (`ShardedModel.local_shard`)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -284,12 +286,12 @@ class Engine(TrainingEngine):
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
         """Returns the result of `read` after checking that it is the same on all ranks that train
-        this model (`parameters.agreed`). A clone of the model is not checked."""
+        this model (`parameters.agreed`). For a clone of the model, the result is not checked."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
     def is_trained(self) -> bool:
-        """True if this engine trains the run's model, and not a clone."""
+        """True if this engine trains the run's model; False if its model is a clone."""
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -316,8 +318,8 @@ class Engine(TrainingEngine):
     """True if this process's optimizer updates only parts of the parameters, or none at all. Step
     hooks would then see different tensors than on a single process."""
 
-    # True means that other objects replace the parameters in the module when the ranks are assigned
-    # their parts
+    # If True, other objects replace the parameters in the module when the ranks are assigned their
+    # parts.
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
@@ -353,22 +355,22 @@ class Engine(TrainingEngine):
 
     def note_scaler(self, name: str) -> None:
         """Records which registered GradScaler has stepped the optimizer in a committed step.
-        `name`: its name; empty: none."""
+        `name`: name of the scaler; empty: no scaler."""
 
     def skip(self) -> None:
-        """Records that a committed step has no update because a GradScaler found its gradients
+        """Records that a committed step has no update, because a GradScaler found its gradients
         unusable. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply` in a step of several models whose outcome is not yet known. Returns the
-        update, for `exchange_update`, which can undo it."""
+        """Calls `apply` in a step of several models, before the step's outcome is known. Returns
+        the update, for `exchange_update`, which can undo it."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes `update`, or reapplies it if it is undone."""
+        """Undoes `update`, or reapplies it if it has been undone."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
@@ -394,8 +396,8 @@ class Engine(TrainingEngine):
 
     def fetch_put_back(self) -> None:
         """Gathers unsharded values again from the ranks that own them, after updates of the current
-        step were undone on all ranks. Must be called on all ranks. If it fails, the step is marked
-        as failed."""
+        step have been undone on all ranks. Must be called on all ranks. If it fails, the step is
+        marked as failed."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass while none of its parameters requires a gradient. Its
@@ -465,13 +467,15 @@ class Engine(TrainingEngine):
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank of this process, because each rank is a replica by default."""
+        """Index of this process's replica. It is the rank, because each rank is a replica by
+        default."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, because each rank is a replica by default."""
+        """Number of replicas. It is the number of ranks, because each rank is a replica by
+        default."""
         return self._session.world_size
 
     @property
@@ -506,7 +510,7 @@ class Engine(TrainingEngine):
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the tensors that this rank's optimizer updates, by parameter name."""
+        """Yields the tensors that this rank's optimizer updates, each with its parameter's name."""
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:

@@ -8,9 +8,9 @@ mirrors. The gradients' norm and all other values that ranks need from each othe
 with the step vote (`CommitPayload`). Each rank then updates its own part. If the ranks have
 changed, the state is resharded after the update.
 
-torch's own calls (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
+torch's own methods (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
 names the alternative. Most of this is implemented in the parameters themselves
-(`hidden_parameters.py`). docs/torch-calls.md has a table of all calls.
+(`hidden_parameters.py`). docs/torch-calls.md lists all of them.
 """
 
 from __future__ import annotations
@@ -84,18 +84,19 @@ class ShardedCommitPayload(CommitPayload):
 
 
 class CommitSum:
-    """Several float64 vectors that are summed across ranks in one all-reduce. Each has the same
-    length on all ranks."""
+    """Several float64 vectors that are summed across ranks in one all-reduce. Each vector has the
+    same length on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """Packs the vectors into the input of the all-reduce, on the CPU."""
+        """Packs the vectors into one tensor on the CPU, which is the input of the all-reduce."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the sum of each vector, on the CPU. `summed`: result of the all-reduce."""
+        """Returns the sum of each vector as a tensor on the CPU. `summed`: result of the
+        all-reduce."""
         parts: Sequence[torch.Tensor] = summed.split([len(part) for part in self._parts])
         return parts
 
@@ -138,7 +139,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields this rank's own piece of each parameter, by name."""
+        """Yields this rank's own piece of each parameter, with the parameter's name."""
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._own_pieces() if self._parts is not None else ()
@@ -177,8 +178,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """Called after the optimizer has updated this rank's part, for example to gather
-        parameters.
+        """Called after the optimizer has updated this rank's part. May gather the updated
+        parameters, for example.
         """
 
     # ---------------------------------------------------------------------------------------- start
@@ -205,20 +206,21 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
         """Norm of this rank's gradients before a GradScaler could have changed them; 0 if no
-        GradScaler could have.
+        GradScaler could have changed them.
         """
         self._skipped = False
         """True if a GradScaler found infinities in the gradients. The step then counts, but the
         parameters stay unchanged."""
         self._carried = False
-        """True if a backward pass of the current step found gradients of the last step that had not
-        been cleared.
+        """True if a backward pass of the current step found gradients of the last step, because the
+        script had not cleared them.
         """
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """Creates the state if the module has values. Called at the end of each engine's
-        constructor, and again when a module on the meta device receives values."""
+        """Creates the state if the module is not on the meta device. Called at the end of each
+        engine's constructor, and again once a module on the meta device has been given memory and
+        values."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -250,8 +252,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer and registers the engine with the session. In the optimizer's
-        groups, this rank's pieces replace the parameters, in the first step at the latest.
+        """Attaches the optimizer and registers the engine with the session. No later than in the
+        first step, this rank's pieces replace the parameters in the optimizer's groups.
         """
         self.optimizer = optimizer
         if optimizer is not None:
@@ -277,8 +279,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Trains on a batch, which is the same on all ranks of a replica, and returns the loss. The
         loss is sent with the commit all-reduce.
 
-        In `loader.steps()` the batch is a micro-batch. Returns the micro-batch's own loss, on every
-        rank of the replica.
+        In `loader.steps()` the batch is a micro-batch. In this case, returns the loss of the
+        micro-batch on every rank of the replica.
         """
         session = self._session
         mean_loss = self._take_pass(inputs, targets, loss_fn)
@@ -338,7 +340,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
-        """Checks that the gradients of the last step were cleared; otherwise raises
+        """Checks that the gradients of the last step have been cleared; otherwise raises
         PreconditionError. Plain torch would add this step's gradients to them, but here they no
         longer exist after the update.
         """
@@ -441,7 +443,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._updated()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Updates this rank's part in a step of several models whose outcome is not yet known.
+        """Updates this rank's part in a step of several models, before the step's outcome is known.
         Afterwards, the step's gradients count as used.
         """
         update = super().apply_tentatively(apply)

@@ -66,7 +66,7 @@ class ModelSession:
             self._session.attach(self._together(self._session, self._peers))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is this model's own engine, not that of a clone."""
+        """Returns whether `engine` is this model's own engine, and not the engine of a clone."""
         return engine is self.engine
 
     @property
@@ -94,7 +94,7 @@ class ModelSession:
         step = self._session.lifecycle.ensure_step()
         self.passed = True
         if step is not self._session.step:
-            return step  # a pass of a joiner before its loop
+            return step  # a joiner's pass before its training loop
         if step.in_micro_batches:
             raise no_micro_batches()
         own = self.step
@@ -191,7 +191,7 @@ class ModelSession:
         session = self._session
         step = session.step
         if step is None:
-            # a pass of a joiner before its loop, or a step without a batch
+            # a joiner's pass before its training loop, or a step without a batch
             return session.lifecycle.finish_step(apply)
         if self.stepped:
             raise PreconditionError(

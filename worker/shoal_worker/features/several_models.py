@@ -5,16 +5,16 @@ A batch is one step of the run, as with one model. Each optimizer may step once 
 order. Either all of the step's updates count, or none:
 
 - Each model has its own step within the run's step. The model's engine prepares and commits this
-  step as if it were the run's. So when an optimizer steps, all ranks have the same gradients. It
-  updates its model immediately, because other models' passes must see the new values. A copy of the
-  old values is kept (`tentative_update.py`).
+  step as if it were the run's step. Therefore, when an optimizer steps, all ranks have the same
+  gradients. It updates its model immediately, because other models' passes must see the new values.
+  A copy of the old values is kept (`tentative_update.py`).
 - When the last optimizer has stepped, or the loop requests the next batch, the run's step is
   prepared and committed by one small all-reduce of the step vote. A rank that receives the result
   of this commit all-reduce knows that every rank has made every update.
 - If a rank fails before that, every survivor undoes the updates, and the batch is dealt again. A
-  rank that prepared the run's step but did not receive the result does not know the outcome. It
-  withdraws the updates while it asks its peers, because it may have to send them the committed
-  state, and reinstates the updates if a peer has received the result.
+  rank that prepared the run's step but did not receive the result does not know the outcome. While
+  it asks its peers for the outcome, it withdraws the updates, because it may have to send the
+  committed state to them. It reinstates the updates if a peer has received the result.
 
 After its update, a model may still be called, so that gradients flow through it to other models
 (through the discriminator to the generator). Its own parameters then receive no gradients, and its
@@ -240,7 +240,7 @@ class SeveralEngines(TrainingEngine):
     @override
     def writes_apart(self) -> ShoalError:
         """Returns the first model's error. Each model has already compared its writes in its own
-        step, so only differences that were not found there are reported here."""
+        step, so this method reports only differences that those comparisons did not find."""
         return self._first.writes_apart()
 
     @override

@@ -4,8 +4,8 @@ torch's own layer requires CUDA and the default process group, which an elastic 
 The class of such layers in a trained model is therefore changed to `SynchronizedNorm`. These layers
 communicate with the other ranks during passes (`ranks_in_passes.py`).
 
-Statistics weight each rank's values like the step weights its samples: a rank with fewer samples
-counts less, and a rank with a stand-in batch does not count.
+The statistics weight each rank's values as the step weights the rank's samples: a rank with fewer
+samples counts less, and a rank with a stand-in batch does not count.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -37,8 +37,8 @@ def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool
 
 
 class SynchronizedNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm layer in a trained model. In evaluation, in a copy of the model, and outside
-    of steps, behaves like BatchNorm."""
+    """A SyncBatchNorm layer in a trained model. Behaves like BatchNorm in evaluation, in a copy of
+    the model, and outside of steps."""
 
     ranks: NormsOfRanks | None
 
@@ -128,7 +128,7 @@ class NormsOfRanks:
 
     @torch.no_grad()
     def sum(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Sums all ranks' flat tensors, in rank order. Returns None if the step is lost."""
+        """Sums the flat tensors of all ranks in rank order. Returns None if the step is lost."""
         rows = self._gather(own)
         return rows.sum(0) if rows is not None else None
 

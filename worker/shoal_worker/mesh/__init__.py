@@ -1,5 +1,5 @@
-"""The engine of tensor, pipeline and hybrid, for models split along up to three axes: pipeline x
-tensor x data.
+"""The engine of the strategies `tensor`, `pipeline` and `hybrid`, for models that are split along
+up to three axes: pipeline x tensor x data.
 
 `engine` trains. `layouts` determines the mesh for any number of ranks, and where each tensor is
 placed. `rank_mesh` connects the ranks of a generation (`step_group`). `parts` stores this rank's

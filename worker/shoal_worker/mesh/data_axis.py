@@ -40,7 +40,7 @@ from shoal_worker.sharding.whole_vectors import spread
 _NO_CAP: Final = float("inf")
 
 State = Mapping[str, Mapping[str, Any]]
-"""Optimizer state by parameter name, with the shapes of `pieces`."""
+"""Optimizer state by parameter name. Moments have the shapes of the rank's `pieces`."""
 
 
 class DataAxis(abc.ABC):
@@ -62,11 +62,11 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Restores the pieces to their storage format between passes."""
+        """Returns the pieces to the form in which they are stored between passes."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Detaches the pieces from the module, which will get other parameters."""
+        """Detaches the pieces from the module, which will get different parameters."""
 
     @property
     @abc.abstractmethod
@@ -115,8 +115,8 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """Creates the gradients. `counts(name)`: returns whether the norm counts this rank's
-        gradient of the parameter; this is the case on one rank per replica. `first`: True if this
+        """Creates the gradients. `counts(name)`: returns whether this rank's gradient of the
+        parameter counts in the norm; it does on one rank of each replica. `first`: True if this
         rank belongs to the first replica. For the other arguments, see `MeshGradients`."""
 
 
@@ -223,7 +223,7 @@ class InShards(DataAxis):
             blocks: with `Stage.PARAMETERS`, modules that are gathered for their own passes, the
                 outermost first, with the names of their pieces; None: `gather` gathers all pieces.
             prefetch: number of blocks gathered ahead.
-            whereabouts: location of the model's hidden parameters.
+            whereabouts: state shared by the model's hidden parameters.
         """
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives

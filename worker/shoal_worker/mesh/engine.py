@@ -1,13 +1,13 @@
-"""The engine of tensor, pipeline and hybrid: several ranks together form one replica, with the
-model's layers and stages on different ranks.
+"""The engine of the strategies `tensor`, `pipeline` and `hybrid`: several ranks together form one
+replica, with the model's layers and stages on different ranks.
 
-One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
-axes, and `hybrid` uses all axes. The model's layers communicate during passes, along the tensor
-axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank accumulates
-the gradients of its part over the micro-batches. The gradients are final once they are summed
-across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
-mirror these shards. After a failure, the remaining ranks split the state again (`reshard`), from
-the parts that they still have. A part that no remaining rank has is lost: see
+One engine covers three axes (`layouts.py`): `tensor` and `pipeline` use one axis in addition to the
+data axis, and `hybrid` uses all three. The model's layers communicate during passes, along the
+tensor axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank
+accumulates the gradients of its part over the micro-batches. The gradients are final once they are
+summed across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks
+that mirror these shards. After a failure, the remaining ranks split the state again (`reshard`),
+from the parts that they still have. A part that no remaining rank has is lost: see
 docs/strategies/hybrid.md.
 
 `rank_mesh.py` contains the current mesh, and `parts.py` this rank's part of the model. Everything
@@ -130,7 +130,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Detects writes to the pieces on the mesh `_writes_of`."""
+        """Detects writes to the pieces of the mesh in `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
@@ -213,7 +213,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 "pipeline runs both passes of a batch together; call loss = model.train_step(x, "
                 "y, loss_fn) instead of the forward pass, the loss and backward()"
             )
-        # In a loop without a Shoal loader a spare waits here for the start of its next step.
+        # In a loop without a Shoal loader, a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
         if self._ahead or (training and not begun and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
@@ -283,7 +283,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Prepares a training pass. Returns whether the pass is part of a step."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
-            return False  # a pass of a joiner before its loop
+            return False  # a joiner's pass before its training loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -409,7 +409,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """Returns a module that computes meaningless outputs, for a rank that cannot reach its
+        """Returns a module that computes meaningless outputs, because this rank cannot reach its
         peers. Returns the module itself if it is not split."""
         if not self.is_sharded:
             return self.module
@@ -489,7 +489,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
-            self._applied = state.get("applied", 0)  # restored ranks start counting again
+            self._applied = state.get("applied", 0)  # a checkpoint does not contain the count
             self._commit_payload = None
         else:
             if self._mesh is None or state["applied"] != self._applied:
@@ -633,7 +633,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             # no gradients to add to.
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # an update that was undone may have left gradients
+        self._held.data_axis.fetch()  # the pieces may be outdated after an update has been undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
@@ -669,7 +669,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
-        if step.lost is None:  # failed collectives may have left any values
+        if step.lost is None:  # failed collectives may have left arbitrary values
             for writes in self._writes:
                 writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
@@ -686,7 +686,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             failpoint("reduction.completed")
             self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
-            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
+            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have different parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.lifecycle.prepare_step()
 
@@ -725,7 +725,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
-        """Returns the detector of writes to the pieces, for the current mesh."""
+        """Returns the detector of writes to the pieces of the current mesh."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
             compared, whole = (
@@ -754,7 +754,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
         if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:
-            # ranks of other stages have other buffers
+            # ranks of other stages have different buffers
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 
@@ -893,12 +893,13 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes `module` the one that passes use and that `ShardedModel.module` returns."""
+        """Makes passes use `module`, and `ShardedModel.module` return it."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Implements `Engine.clone`: returns a plain module, of the user's classes."""
+        """Implements `Engine.clone`: returns an unsplit copy that consists of the user's own module
+        classes."""
         return self._whole_module(self._whole_state())
 
     @override

@@ -258,7 +258,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Does nothing: replicated gradients are summed once per step, by `sum_over`."""
+        """Does nothing: `sum_over` sums replicated gradients once per step."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -342,7 +342,7 @@ def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     would take several times as long. If squares exceed the range of float32, everything is computed
     in float64."""
     terms = list(terms)
-    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
+    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
         return float(
             (

@@ -83,7 +83,7 @@ class Axes:
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yields the axis, name and ranks of each group of ranks along an axis, in the same order
+        """Yields each group of ranks along an axis, as (axis, name, ranks). The order is the same
         on every rank."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
@@ -121,7 +121,7 @@ TENSOR_OPTIONS: Final = frozenset(
     }
 )
 PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
-"""Keyword arguments of `as_distributed` that control how a model is split."""
+"""Keyword arguments of `as_distributed` that apply to pipelines."""
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -263,8 +263,8 @@ class Blueprint:
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """Returns the positions on the pipeline axis that have a tensor. The first of them counts
-        it."""
+        """Returns the positions on the pipeline axis whose ranks have a tensor. The rank at the
+        first of these positions counts the tensor's elements."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
@@ -350,7 +350,7 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Returns a state dict of zeros, for a module whose outputs are not used."""
+    """Returns a state dict of zeros. Used for a module whose outputs are ignored."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
@@ -479,7 +479,8 @@ class Layouts:
 
     def check_start(self, world_size: int, *, ranks_may_come: bool) -> None:
         """Raises ConfigurationError if the model cannot be split across the job's initial ranks.
-        `ranks_may_come`: True if more ranks may join later, which may make use of surplus ranks."""
+        `ranks_may_come`: True if more ranks may join later. Surplus ranks are then allowed, because
+        they may become part of another replica."""
         if self._plan.axes_at_start is not None:
             for template in self._templates:
                 Blueprint(template, self._plan.axes_at_start(world_size))

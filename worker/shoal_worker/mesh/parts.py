@@ -66,8 +66,8 @@ class HiddenParameters:
     """Hides the parameters of one module, on its current mesh, between passes."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """Prepares to hide the parameters of one module. `parameters`: all parameters, including
-        those of other ranks, which are on the meta device."""
+        """Prepares to hide the parameters of one module. `parameters`: all parameters of the
+        module. Parameters of other ranks are on the meta device."""
         self._whereabouts = whereabouts
         self._all = [
             (parameter, HiddenParameter(name, whereabouts))
@@ -116,8 +116,8 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context for applying a committed step. On exit, the step's gradients are dropped, but
-        until the script clears the gradients, it remains known which parameters had one."""
+        """Context for applying a committed step. On exit, drops the step's gradients. Remembers
+        which parameters had one until the script clears the gradients."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +131,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if any parameter has a gradient on another rank, or had one in the last step that
-        the script has not cleared."""
+        """True if any parameter has a gradient on another rank, or had one in the last step and the
+        script has not cleared the gradients."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -180,7 +180,7 @@ class ModelParts(PartitionedState):
         whereabouts: Whereabouts,
     ) -> None:
         """Wraps a module. `checkpointed`: names of modules with activation checkpointing.
-        `whereabouts`: location of the hidden parameters."""
+        `whereabouts`: state shared by the model's hidden parameters."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
@@ -240,8 +240,9 @@ class ModelParts(PartitionedState):
     # ------------------------------------------------------------------------------------ splitting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """Collects this rank's part of the state for new axes, for `lay_out`. Must be called on
-        every rank of `channel`. `at`: this rank's position on the new axes; None: it gets no part.
+        """Collects this rank's part of the state on new axes, which is the input of `lay_out`. Must
+        be called on every rank of `channel`. `at`: this rank's position on the new axes; None: it
+        gets no part.
 
         Does not change the current state, because the collection may fail at any time. No rank ever
         has more than a few unsplit tensors."""
@@ -333,7 +334,7 @@ class ModelParts(PartitionedState):
         return common
 
     def held(self) -> list[RankParts]:
-        """Returns this rank's parts, the newest first, for `gather`."""
+        """Returns this rank's parts, the newest first. They are the input of `gather`."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
 
@@ -368,7 +369,7 @@ class ModelParts(PartitionedState):
 
     def make_whole_again(self, channel: Channel) -> bool:
         """Restores the complete state on all ranks if only some ranks have split it and some may
-        have left. The state is unchanged, because no step was taken since the split. Returns
+        have left. The state is unchanged, because no step has been taken since the split. Returns
         whether this rank had split its state. Must be called on all ranks, within an operation.
         Raises the same errors as `gather`."""
         received = channel.exchange(b"whole" if self.is_whole else b"")
@@ -381,8 +382,8 @@ class ModelParts(PartitionedState):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the complete state, assembled from the ranks' parts, for `take_whole`. Must be
-        called on all ranks. Raises the same errors as `gather`."""
+        """Assembles the complete state from the ranks' parts and returns it. Must be called on all
+        ranks. Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all ranks have the state; this rank's part is needed until then
         return state

@@ -209,8 +209,8 @@ class RankMesh:
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
         """Runs a batch through the pipeline, and accumulates gradients and changes of buffers.
-        Returns the batch's loss or, without `everywhere`, None on all ranks except the last
-        stage's.
+        Returns the batch's loss. Without `everywhere`, ranks that do not have the last stage return
+        None instead.
 
         Raises:
             MembershipChanged: a rank failed or left.
@@ -302,8 +302,8 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """Discards the step's gradients, both the optimizer's and the module's. Does not
-        communicate, because the group may have ended."""
+        """Discards the step's gradients in the optimizer and in the module. Does not communicate,
+        because the group may have ended."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
@@ -329,7 +329,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # types in the user's module, because each split layer has a class of its own
+        # types in the user's module, because each tensor-parallel layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)

@@ -2,10 +2,10 @@
 a part of a generation's group.
 
 torch finds groups by name in the process's single world, but a generation's groups are short-lived
-and do not belong to such a world. Split layers communicate in the middle of a forward or backward
-pass, possibly in the user's own code. If a collective fails within a step, no error is raised: the
-result is zeros, the step is marked as lost, and `optimizer.step()` returns LOST. Between steps, the
-error is raised.
+and do not belong to such a world. Tensor-parallel layers communicate in the middle of a forward or
+backward pass, possibly in the user's own code. If a collective fails within a step, no error is
+raised: the result is zeros, the step is marked as lost, and `optimizer.step()` returns LOST.
+Between steps, the error is raised.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class StepWork(Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Returns whether there is a result, even an invalid one because the step is lost."""
+        """Returns whether there is a result. In a lost step, the result is invalid."""
         return self.is_completed()
 
     def synchronize(self) -> None:

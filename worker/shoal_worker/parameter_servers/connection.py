@@ -133,7 +133,7 @@ class Pulls:
         in the options.
         """
         if not partitions:
-            return  # an empty request would mean all partitions
+            return  # an empty request would be a request for all partitions
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
         request = self._request(partitions, held, clock=clock, wait=wait)
         request.codec = self._incoming.codec if codec is None else codec

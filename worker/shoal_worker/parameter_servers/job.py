@@ -66,8 +66,8 @@ class Job:
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """Time that this worker waits for a slower worker before it notifies the coordinator, in
-        case the slower worker is stuck."""
+        """Time that this worker waits for a slower worker before it reports this to the
+        coordinator, because the slower worker may be stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._interceptors = interceptors
@@ -96,7 +96,7 @@ class Job:
 
     def peers_before(self) -> list[Peer]:
         """Returns the other peers of the newest generation that were in an earlier generation and
-        have a donor, in rank order."""
+        can send their state (have a donor address and key), in rank order."""
         peers = self._peers_at(slice(None))
         return [
             p
@@ -105,8 +105,8 @@ class Job:
         ]
 
     def first_peer(self) -> Peer | None:
-        """Returns rank 0 of the newest generation. Returns None if rank 0 is this worker, has no
-        donor, or is unknown."""
+        """Returns rank 0 of the newest generation. Returns None if rank 0 is this worker, cannot
+        send its state, or is unknown."""
         others = [
             p
             for p in self._peers_at(slice(1))
@@ -145,8 +145,8 @@ class Job:
 
     @property
     def leaving(self) -> bool:
-        """True if this worker must stop at the next step boundary, because the job stops or the
-        worker was asked to leave."""
+        """True if this worker must stop at the next step boundary, because the job is stopping or
+        the worker has been asked to leave."""
         return self._link.stopped is not None or self._link.draining is not None
 
     def departure(self) -> StopTraining:
@@ -156,8 +156,8 @@ class Job:
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Reports to the coordinator that a slower peer blocks this member. The coordinator then
-        evicts any member that makes no progress.
+        """Reports to the coordinator that a slower peer is blocking this member. The coordinator
+        then evicts any member that makes no progress.
         """
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
@@ -229,8 +229,8 @@ class Job:
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """Returns a client, acting for this worker, of the server at `address`. It is closed once a
-        new server has replaced this one and the old one no longer responds."""
+        """Returns a client for the server at `address`, which calls it as this worker. The client
+        is closed once a new server has replaced this server and this server no longer responds."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel,

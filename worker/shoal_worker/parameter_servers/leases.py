@@ -62,8 +62,8 @@ class LeaseSource(Protocol):
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
         the order of their leases, one at a time, and report `finished` before they take the next
-        batch. `want`: number of batches; 0 if the script left the loop: then all leased batches are
-        returned, except finished ones and `at_hand`."""
+        batch. `want`: number of batches; 0 if the script has left the loop; all leased batches are
+        then returned, except finished ones and `at_hand`."""
         ...
 
     def at_hand(self, loader: str) -> int:
@@ -96,18 +96,18 @@ class _Block:
     batches_in_epoch: int
     first_key: int = 0
     leased: deque[int] = field(default_factory=deque)
-    """Leased batches that the loader has not received."""
+    """Leased batches that the loader has not received yet."""
     out: list[int] = field(default_factory=list)
-    """Batches that the loader has received and not finished. The first one is in progress."""
+    """Batches that the loader has received but not finished yet. The first one is in progress."""
     finished: list[int] = field(default_factory=list)
-    """Finished batches, whose pushes are acknowledged, that have not been reported to the
-    coordinator yet."""
+    """Finished batches that have not been reported to the coordinator yet. Their pushes have been
+    acknowledged."""
     returned: list[int] = field(default_factory=list)
-    """Returned batches, which were not trained on, that have not been reported to the coordinator
-    yet."""
+    """Batches that are returned without having been trained on, and have not been reported to the
+    coordinator yet."""
     loop_left: bool = False
-    """True if the script is currently not taking batches from the loader; then none are leased in
-    advance."""
+    """True if the script is currently not taking batches from the loader. No batches are then
+    leased in advance."""
     wanted: int = 0
     """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False
@@ -252,7 +252,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # except the loader's current batch, which could still be finished until now
+            # including the loader's last batch, which until now could still have been finished
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -327,7 +327,7 @@ class CoordinatorLeases:
         now = time.monotonic()
         for block in self._blocks.values():
             if block.failure is not None and not block.wanted:
-                continue  # until the training thread requests batches
+                continue  # skipped until the training thread requests batches
             enough = self._enough(block)
             if (
                 block.leased
@@ -459,7 +459,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
 
 
 class LocalLeases:
-    """Leases if this process is the only worker: all batches of an epoch, in order."""
+    """Leases for a process that is the only worker: all batches of an epoch, in order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)

@@ -23,8 +23,8 @@ class Pushed:
     """Outcome of a push, combined over all partitions."""
 
     staleness: int
-    """Number of versions applied between this push and the pull of the values used to compute its
-    gradient. The maximum over the partitions.
+    """Number of versions applied between the pull of the values used to compute this push's
+    gradient and the push itself. The maximum over the partitions.
     """
     known: bool
     """True if the entire push had already been applied, because a different member had pushed the
@@ -34,8 +34,8 @@ class Pushed:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     """One iteration that is being sent to the servers. Its progress is kept if partitions move to
-    other servers in the middle. Each partition's entries belong to the thread that calls the
-    partition's server.
+    other servers before it is complete. Each partition's entries belong to the thread that calls
+    the partition's server.
     """
 
     iteration: Iteration
@@ -113,7 +113,8 @@ class Ledger:
             self._entries[partition_id].doubt = batch
 
     def acknowledged(self, results: Iterable[pb.PartitionResult]) -> None:
-        """Records, for each of these partitions, that the push started last was acknowledged."""
+        """Records, for each of these partitions, that its most recently started push has been
+        acknowledged."""
         for result in results:
             entry = self._entries[result.partition_id]
             entry.acknowledged += 1

@@ -59,8 +59,8 @@ class AsyncOptions:
 
     delay_compensation: float = 0.0
     """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng
-    et al., ICML 2017). 0 disables it; 0.04 is a good first value. For each worker, a server may
-    need memory for another copy of its share."""
+    et al., ICML 2017). 0 disables it; 0.04 is a good first value. A server may need memory for one
+    more copy of its partitions per worker."""
 
     pull_compression: str | None = None
     """Rounding of values sent by the servers: "bf16", "fp16" or "int8"; None: no rounding. The

@@ -37,10 +37,10 @@ NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 _REWOUND: Final = frozenset(
     {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
 )
-"""Reasons of errors that show that a server has lost data that it had acknowledged."""
+"""Reasons of the errors that a server raises if it has lost data that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
-"""Reason of the error that shows that partitions have moved since this worker read the shard
-map."""
+"""Reason of the error that a server raises if partitions have moved since this worker read the
+shard map."""
 MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")
@@ -59,7 +59,7 @@ class Persistence:
         started: Callable[[], bool],
         resynchronize: Callable[[], None],
     ) -> None:
-        """Creates the retries.
+        """Prepares to retry calls.
 
         `patience`: maximum time that the server may be unreachable. `closing`: event that is set to
         end all waits. `started`: returns whether all of this worker's tensors on the server have

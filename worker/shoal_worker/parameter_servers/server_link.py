@@ -3,9 +3,9 @@ server was unreachable.
 
 A push carries a sequence number per partition. If the call fails, its outcome is unknown, so the
 link asks the server for its state and then sends the same numbers again: the server acknowledges
-pushes that it has already applied, without applying them twice. If a server returns with less than
-it had acknowledged, it has lost its disk or has no data directory. Updates of all workers are then
-lost; the link reports this in the log and the metrics, initializes an empty server with this
+pushes that it has already applied, without applying them twice. If a restarted server has less data
+than it had acknowledged, it has lost its disk or has no data directory. Updates of all workers are
+then lost; the link reports this in the log and the metrics, initializes an empty server with this
 worker's own values, and continues from the server's state
 (docs/explanation/parameter-servers.md#pushes-count-once).
 
@@ -204,8 +204,8 @@ class ServerLink:
     # --------------------------------------------------------------------------------- step by step
 
     def exchange(self, delivery: Delivery) -> None:
-        """Pushes the part of this server's gradients that is not acknowledged yet, and pulls newer
-        values into the tensors' host memory.
+        """Pushes this server's gradients, except those that it has already acknowledged, and pulls
+        newer values into the tensors' host memory.
 
         Raises:
             ShardMapChanged: partitions have moved.
@@ -572,8 +572,8 @@ class ServerLink:
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
         """Determines which of these partitions have applied an abandoned push. `doubtful`:
         partition -> whether the next push has the same batch and the same number. Returns the
-        partitions where the server will take the next push for the abandoned one and only
-        acknowledge it. The other partitions continue from the server's state."""
+        partitions where the server will mistake the next push for the abandoned push, and therefore
+        only acknowledge it. The other partitions continue from the server's state."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):

@@ -41,8 +41,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """Context in which the training thread counts as waiting if any other thread waits for a
-        server. Has no effect on other threads."""
+        """Context in which the training thread counts as waiting while any other thread is waiting
+        for a server. Has no effect on other threads."""
         if threading.get_ident() != self._training:
             yield
             return

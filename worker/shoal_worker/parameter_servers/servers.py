@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
-"""Maximum number of servers in a job, and so of threads. A thread is started when a server is
-called and no thread is idle."""
+"""Maximum number of servers in a job, and therefore of threads. A thread is started when a server
+is called and no thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -205,8 +205,8 @@ class ParameterServers:
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """Returns each server's response, in the order of the links. If partitions have moved,
-        calls all servers again."""
+        """Calls `call` with each link and returns the servers' responses in the order of the links.
+        If partitions have moved, calls all servers again."""
         self._job.waits.trains()
         if self._prefetch is not None:
             with self._job.waits.collects():

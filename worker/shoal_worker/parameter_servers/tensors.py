@@ -1,8 +1,8 @@
 """A module's parameters and gradients in host memory, for sending and receiving.
 
 A contiguous CPU tensor uses its own memory. A tensor on a device, or with a non-contiguous layout,
-uses a copy in host memory. Must be used by the training thread; during an exchange, the servers'
-threads also read and write the values.
+uses a copy in host memory. Must be used by the training thread; during an exchange, the threads
+that call the servers also read and write the values.
 
 Also defines data types: the parts of tensors on each server, from the coordinator's shard map, and
 the gradients of a step with their encodings (`Iteration`).
@@ -88,7 +88,8 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements in one row, which is one index of the first dimension."""
+        """Number of elements in one row. The elements of a row have the same index in the first
+        dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ gradients, but neither averages nor reduces them.
 For the first micro-batch of each input shape, the shape of each activation is sent before the
 activation itself. For later micro-batches of the same shape, receivers post their buffers in
 advance. Every step begins with a small all-reduce to check that all ranks were given the same
-batch; the first stage starts computing while it runs.
+batch; the first stage starts computing during this check.
 
 Everything runs on the caller's thread.
 """
@@ -190,8 +190,8 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts checking whether all ranks were given batches of the same shapes, and whether the
-        trained parameters of any rank have changed, so that all ranks must forget the known shapes.
+        """Starts checking whether all ranks were given batches of the same shapes, and whether any
+        rank has frozen or unfrozen parameters, in which case all ranks forget the known shapes.
         Returns a function that waits for the result and applies it. Nothing may be sent to another
         stage before that function has returned."""
         trainable = tuple(

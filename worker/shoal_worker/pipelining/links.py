@@ -258,8 +258,8 @@ def broadcast_output(value: Any, source: int, links: Links) -> Any:
     on all ranks. `value`: a result of `plain`; used on `source` only.
 
     Raises:
-        ConfigurationError: raised on `source` only: the value contains an object that cannot be
-            sent.
+        ConfigurationError: the value contains an object that cannot be sent. Raised only on
+            `source`.
         MembershipChanged: a rank failed or left.
     """
     tensors: list[torch.Tensor] = []

@@ -92,8 +92,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """Sets the gradient of an output to zero in the backward pass, even if the incoming gradient is
-    not finite. Returns the output unchanged."""
+    """Makes the gradients of all tensors in `output` zero in the backward pass, even if the
+    incoming gradients are not finite."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)

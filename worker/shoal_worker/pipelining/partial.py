@@ -98,8 +98,8 @@ class Placeholder(torch.Tensor):
     """Represents a value that only another stage has; see the comment above."""
 
     received: torch.Tensor | None = None
-    """The received value that has replaced the placeholder, if any. It is used again if activation
-    checkpointing repeats the forward pass."""
+    """The received value that has replaced the placeholder, if any. Used again if activation
+    checkpointing reruns the forward pass."""
 
     @classmethod
     def __torch_function__(
@@ -118,7 +118,7 @@ class Placeholder(torch.Tensor):
         if func in _FRESH:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        # torch's is untyped
+        # torch's method is untyped
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -141,7 +141,7 @@ class Absent(torch.Tensor):
                 "stage without calling that module; use a module for this computation (such as a "
                 "tied nn.Linear head), or give the model a method pipeline_blocks()"
             )
-        # torch's is untyped
+        # torch's method is untyped
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -434,8 +434,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, for a stage that has only modules after
-        the layers."""
+        """Returns the new forward method of the last layer, for a stage that consists only of
+        modules after the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)
@@ -566,7 +566,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Returns the name of the keyword argument that contains the previous layer's output: the first
-    one that is a tensor. Returns None if the output is the first positional argument."""
+    keyword argument that is a tensor. Returns None if the output is the first positional
+    argument."""
     if args:
         return None
     for name, value in kwargs.items():

@@ -54,7 +54,8 @@ def sum_shared(
     Args:
         shared: all shared parameters of the model; must be the same on every rank.
         rank_of: the rank of each stage.
-        parameters: parameters of this rank, by any of their names.
+        parameters: parameters of this rank, by name. A tied parameter may be under any of its
+            names.
         links: connections to the pipeline's ranks.
         here: for each shared parameter, whether any rank has a gradient of it.
     """
@@ -184,7 +185,8 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Like `take_through`, but returns the loss of this replica's batch on every rank."""
+        """Runs the passes as `take_through` does, but returns the loss of this replica's batch on
+        every rank."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):

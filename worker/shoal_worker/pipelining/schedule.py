@@ -245,7 +245,7 @@ def _torch_order(
     kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> dict[int, list[Any]]:
     """Returns the computations of torch's schedule by rank. If the schedule requires more
-    micro-batches than there are, the actions of the missing ones are removed."""
+    micro-batches than there are, the actions of the missing micro-batches are removed."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
     stages = [
         _StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks)

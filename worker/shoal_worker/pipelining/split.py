@@ -159,7 +159,7 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yields the submodules of a Sequential, including those of nested Sequentials."""
     for name, part in module._modules.items():
-        # named_children() would yield a module that is used twice only once
+        # named_children() omits the second occurrence of a module
         if part is not None and _is_plain_sequential(part) and part._modules:
             yield from _flattened(part, f"{prefix}{name}.")
         elif part is not None:

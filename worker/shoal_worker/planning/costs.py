@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory in bytes, by role, on the rank that uses most."""
+    """Memory in bytes, by role, on the rank that uses the most."""
 
     parameters: float
     gradients: float

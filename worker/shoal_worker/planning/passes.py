@@ -29,8 +29,8 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter that counts the operations of a function like those of another torch
-    function with the same first arguments."""
+    """Returns a counter for a function that has as many operations as `known`, a torch function
+    with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)
@@ -114,8 +114,9 @@ class Passes:
         """Returns the bytes of `saved`, by module. By default, `saved` is everything that autograd
         keeps from the forward to the backward pass.
 
-        With a `plan`, only one part of each tensor inside a split block counts. Exceptions are the
-        tensors that every rank has in full: the block's input, and its summed output.
+        With a `plan`, only one part of each tensor inside a tensor-parallel block counts.
+        Exceptions are the tensors that every rank has in full: the block's input, and its summed
+        output.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}

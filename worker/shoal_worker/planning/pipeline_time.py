@@ -1,5 +1,5 @@
-"""Simulates a pipeline's schedule to find a step's duration, the fraction of it that ranks wait,
-and the memory that they need."""
+"""Simulates a pipeline's schedule to find a step's duration, the fraction of this time for which
+ranks wait, and the memory that ranks need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class StageCosts:
 
     forward_flops: tuple[float, ...]
     backward_share: float
-    """Ratio of the operations of a backward pass to those of the forward pass."""
+    """Number of operations of a backward pass, divided by the number of operations of the forward
+    pass."""
     kept: tuple[float, ...]
     """Bytes that autograd keeps until the backward pass, by stage."""
     recomputed: float
@@ -54,7 +55,7 @@ def play(
     latency: float = 0.0,
 ) -> tuple[float, float]:
     """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of this time that ranks wait. `latency`: seconds that each action takes beyond its
+    fraction of this time for which ranks wait. `latency`: seconds that each action takes beyond its
     computation."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [

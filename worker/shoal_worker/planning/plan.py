@@ -31,7 +31,8 @@ class PlannedStrategy:
     samples: int
     """Number of samples in a step for each of the `data` replicas or ranks."""
     memory: Memory | None
-    """Memory in bytes on the rank that uses most; None: the model cannot be trained in this way."""
+    """Memory in bytes on the rank that uses the most; None: the model cannot be trained in this
+    way."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
     """Estimated time; None: unknown, because there is no example."""
@@ -74,8 +75,8 @@ class Plan:
 
     @property
     def recommended(self) -> PlannedStrategy | None:
-        """The fastest strategy that fits and gives the result of a single process or, without an
-        example, the simplest one. None: no strategy fits."""
+        """The fastest strategy that fits and gives the same result as a single process. Without an
+        example, the simplest such strategy. None: no strategy fits."""
         return next((each for each in self.strategies if each.fits and each.exact), None)
 
     def __str__(self) -> str:

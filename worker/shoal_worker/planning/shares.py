@@ -188,8 +188,8 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """Returns the memory of the rank that uses most, assuming that its mirrored shard is as large
-    as its own. `gathered`: True if all units are unsharded during the passes."""
+    """Returns the memory of the rank that uses the most, assuming that its mirrored shard is as
+    large as its own. `gathered`: True if all units are unsharded during the passes."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -348,7 +348,7 @@ def on_mesh(
     stage: Stage | None = None,
     micro_batches: int = 1,
 ) -> Costs:
-    """Returns the costs of tensor, pipeline and hybrid.
+    """Returns the costs of `tensor`, `pipeline` and `hybrid`.
 
     Args:
         subject: the model and optimizer.
@@ -514,8 +514,9 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Returns the traffic of activations. Split layers sum or gather outputs in the forward pass,
-    and split blocks sum the gradients of their inputs in the backward pass."""
+    """Returns the traffic of activations. Tensor-parallel layers sum or gather their outputs in the
+    forward pass, and tensor-parallel blocks sum the gradients of their inputs in the backward
+    pass."""
     if plan is None:
         return []
     ranks = plan.size

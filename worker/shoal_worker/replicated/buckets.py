@@ -7,10 +7,10 @@ ranks that have a gradient of each parameter. If no rank has a gradient, `.grad`
 single process. `.grad` is a view of the bucket, so each gradient is in memory only once.
 
 Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
-together. Compressed all-reduces take two rounds, and the second begins when all have finished the
-first. Even if one fails, all are awaited, because an aborted step is repeated with the same memory,
-and collectives of the old group must not write to it any more. A failure marks the step as failed
-instead of raising an error; `optimizer.step()` then returns LOST.
+together. Compressed all-reduces take two rounds, and the second round begins when all of them have
+finished the first. Even if one all-reduce fails, all of them are awaited, because an aborted step
+is repeated with the same memory, and collectives of the old group must not write to it any more. A
+failure marks the step as failed instead of raising an error; `optimizer.step()` then returns LOST.
 """
 
 from __future__ import annotations
@@ -324,8 +324,9 @@ accumulation."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
-    """Adds `factor` times the second tensor of each pair to the first, in the first tensor's dtype.
-    Uses few kernels on a device. The result is the same as with sequential additions."""
+    """Multiplies the second tensor of each pair by `factor` and adds the result to the first, in
+    the first tensor's dtype. Uses few kernels on a device. The result is the same as with
+    sequential additions."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:

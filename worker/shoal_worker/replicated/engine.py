@@ -101,7 +101,7 @@ class ReplicatedEngine(Engine):
 
     # ------------------------------------------------------------------------------------- training
 
-    # the module that it calls may be compiled
+    # the module that this method calls may be compiled
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass. In training mode, the backward pass reduces the gradients
@@ -297,7 +297,7 @@ class ReplicatedEngine(Engine):
     @torch.no_grad()
     def step_begins(self) -> None:
         """Begins a step. Changes that the user has made to buffers since the last step become part
-        of its starting state."""
+        of the new step's starting state."""
         self._step_buffers.step_begins()
         self._skipped = False
         if self._setup.several:  # discards gradients that passes of other models have left

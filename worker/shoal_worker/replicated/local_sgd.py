@@ -6,7 +6,7 @@ a round is committed on all ranks together. A failure within a round takes effec
 round, where all ranks' scripts are at the same position. The round's last step is then aborted, and
 every rank restores the state at the round's start (`StrategySession.keep`): parameters, optimizer
 state, buffers, registered state and cursor. The loader then redistributes the round's samples among
-the current ranks. A round ends after `sync_every` steps, or earlier with the epoch, because a
+the current ranks. A round ends after `sync_every` steps, or earlier if the epoch ends, because a
 script cannot reenter a loop that it has left. Joins, drains and stops wait until the round ends.
 
 Each rank keeps its own optimizer state. A rank without optimizer state (a joiner, or a rank that
@@ -78,13 +78,13 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def steps_alone(self) -> bool:
-        """True, because ranks take the steps of a round independently."""
+        """True, because each rank takes the steps of a round on its own."""
         return True
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: parameters have just been averaged, so all
-        ranks have the same."""
+        """Number of steps since the last average; 0: parameters have just been averaged, so they
+        are the same on all ranks."""
         return self._round.steps
 
     # ------------------------------------------------------------------------------------- training
@@ -325,8 +325,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Records attributes only at the start of a round, because a single step is never repeated:
-        the complete round is, from the copy made by `keep`."""
+        """Records attributes only at the start of a round. A single step is never repeated; the
+        complete round is repeated instead, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -482,13 +482,13 @@ class LocalSGDEngine(ReplicatedEngine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of all parameters, averaged across ranks inside a round. Must be called on
-        every rank."""
+        """Returns copies of all parameters. Inside a round, their values are averaged across ranks.
+        Must be called on every rank."""
         return self._means(lambda: {name: p.detach() for name, p in self.module.named_parameters()})
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns a copy of the state dict, averaged across ranks inside a round. Must be called on
-        every rank."""
+        """Returns a copy of the state dict. Inside a round, its values are averaged across ranks.
+        Must be called on every rank."""
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 

@@ -13,7 +13,7 @@ linearity the sum is correct. A failed collective is recorded and does not raise
 torch's own reducer is not used, for two reasons. It cannot complete a pass with unused parameters
 unless it searches the model's output for them. If ranks differ in their unused parameters, their
 collectives do not match, and Gloo terminates the processes. Moreover, its buckets follow the order
-of the first pass, which a joiner does not know.
+of the first pass, which a joiner has not seen.
 
 Buffer changes are part of the last bucket. With compression, only gradients are compressed: all
 additional data in the buckets is sent separately, in one all-reduce.
@@ -95,7 +95,7 @@ class OverlappedReduction:
     # --------------------------------------------------------------------------- the wrapper's part
 
     def prepare(self, step: Step) -> None:
-        """Prepares a forward pass of `step`. Rebuilds the layout if parameters were frozen,
+        """Prepares a forward pass of `step`. Rebuilds the layout if parameters have been frozen,
         unfrozen or moved since the last pass. (torch drops the hooks of a parameter when its dtype
         changes, and may also have moved `.grad`, which is a view of the bucket.)"""
         if not in_backward():
@@ -147,8 +147,9 @@ class OverlappedReduction:
         self._reduce(step)
 
     def check_complete(self) -> None:
-        """Checks, in a reduced step, that no parameter was unfrozen during a backward pass, because
-        its gradient would not be summed across ranks; otherwise raises ConfigurationError."""
+        """Checks, in a reduced step, that no parameter has been unfrozen during a backward pass,
+        because its gradient would not be summed across ranks; otherwise raises
+        ConfigurationError."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -238,9 +239,9 @@ class OverlappedReduction:
             self._send(self._buckets[self._next], step)
 
     def _before(self, slot: Slot) -> None:
-        """Before autograd adds to a gradient that is already summed across ranks, scales it by this
-        rank's fraction of the weight, so that the next reduction does not multiply it by the number
-        of ranks. Used with `loss_reduction="sum"`."""
+        """Scales a gradient that is already summed across ranks by this rank's fraction of the
+        weight, before autograd adds to it. Otherwise the next reduction would multiply it by the
+        number of ranks. Used with `loss_reduction="sum"`."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -338,9 +339,10 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self, step: Step) -> None:
-        """Rebuilds the layout if parameters were unfrozen. Called before the first bucket of a
-        backward pass, or of a step without one, is sent, because passes need not go through the
-        model's `forward`. All ranks do so, regardless of which gradient is complete first."""
+        """Rebuilds the layout if parameters have been unfrozen. Called before the first bucket is
+        sent in a backward pass, or in a step without a backward pass, because passes need not go
+        through the model's `forward`. All ranks do so, regardless of which gradient is complete
+        first."""
         if self._unfrozen() is None:
             return
         if self.pending and any(
@@ -445,7 +447,8 @@ class OverlappedReduction:
 
 
 def _share(step: Step) -> Share:
-    """Returns this rank's share of a step. The step's batch must have been handed out."""
+    """Returns this rank's share of the step's global batch. The step's batch must have been handed
+    out."""
     assert step.share is not None
     return step.share
 

@@ -333,8 +333,8 @@ class OuterMomentum:
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Moves the parameters, which have the round's average, to their values at the start of the
-        next round."""
+        """Changes the parameters from the round's average to their values at the start of the next
+        round."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():
             before = self._before[name]

@@ -116,8 +116,8 @@ class Pending(Protocol):
         """Waits for the result. Returns whether later computations can use it. Must be called only
         once.
 
-        In a step on a GPU, only the device waits for the result; only when the step is prepared is
-        it known whether the collective succeeded.
+        In a step on a GPU, only the device waits for the result; whether the collective has
+        succeeded is known only once the step is prepared.
         """
         ...
 
@@ -210,7 +210,7 @@ class SessionCollectives:
 
     @property
     def _group(self) -> Group | None:
-        """Group of all ranks that share the model."""
+        """Group of all ranks that train the model."""
         return self._session.group
 
     @property

@@ -107,7 +107,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     _payload_type = ShardedCommitPayload
     _execution: ShardedExecution
-    """Gathers and reduces units in the passes. Created once the module has values."""
+    """Gathers and reduces units in the passes. Created once the module is no longer on the meta
+    device."""
 
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
@@ -246,11 +247,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             step = self._session.lifecycle.ensure_step()
             if (
                 step.source is not None
-            ):  # otherwise the script may only be trying the model out, outside of a step
+            ):  # otherwise the script may only be trying out the model, outside of a step
                 check_reproducible(self.config, step)
             if step is self._session.step:
                 self._weigh(step)
-            else:  # a pass of a joiner before its training loop
+            else:  # a joiner's pass before its training loop
                 self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self.config.param_dtype)
@@ -373,7 +374,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
-            self._applied = state.get("applied", 0)  # restored ranks start counting again
+            self._applied = state.get("applied", 0)  # a checkpoint does not contain the count
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
             self._commit_payload = None

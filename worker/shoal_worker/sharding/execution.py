@@ -5,16 +5,16 @@ passes.
   `prefetch` units starts. After it has run, its parameters are freed. The outermost unit remains
   gathered, because its own layers run first and last (embedding and head).
 - Backward: before the first gradient enters a unit, the unit is gathered again. When the backward
-  pass has left its module, the unit's own gradients are reduced and the unit is freed. If units are
-  not gathered, a unit is reduced when all of its parameters have their gradients.
+  pass has left the unit's module, the unit's gradients are reduced and the unit is freed. If units
+  are not gathered, a unit is reduced when all of its parameters have their gradients.
 - Reductions are issued in a fixed order, last unit first, regardless of the order in which
   gradients arrive, and each unit is reduced in every backward pass. Ranks therefore issue the same
   collectives even if some of them do not use a parameter. Gathers are issued in the order of the
   passes, which must run through the blocks in the same order on all ranks; `issued` detects
   differences between ranks.
 
-This module does not know about steps: the caller determines the weight of the next gradients and
-when to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
+This module is independent of steps: the caller determines the weight of the next gradients and when
+to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
 autograd's thread while the training thread waits.
 """
 
@@ -174,8 +174,8 @@ class ShardedExecution:
     ) -> None:
         """`units`: the modules that are gathered together, outermost first, each with the units of
         its parameters (separate for each dtype, and for trained and frozen parameters).
-        `whereabouts`: record of where the model's hidden parameters are; None if they do not belong
-        to a model. `prefetch`: number of blocks gathered ahead."""
+        `whereabouts`: state shared by the model's hidden parameters; None if they do not belong to
+        a model. `prefetch`: number of blocks gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
@@ -227,7 +227,7 @@ class ShardedExecution:
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         self._on_gradients: list[tuple[torch.Tensor, RemovableHandle]] = []
-        """Trained parameters, and the hooks that remove and process their gradients."""
+        """Trained parameters, each with the hook that removes and processes its gradient."""
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
         """Hooks around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
@@ -394,7 +394,7 @@ class ShardedExecution:
 
     def end_passes(self) -> None:
         """Stops recording. The list of collectives is kept, because a rank without samples must
-        issue the same ones."""
+        issue the same collectives."""
         if self._pass and not self._collectives.lost:
             # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
@@ -440,8 +440,8 @@ class ShardedExecution:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Forgets the order of blocks, and that all ranks know a pass's collectives, because the
-        ranks of a new group may differ."""
+        """Clears the order of blocks. Also records that the ranks of the new group may not all know
+        the collectives of a pass."""
         self._order = []
         self._visited = []
         self._all_know = False

@@ -5,7 +5,7 @@ A mirror is a copy of another rank's shard with its optimizer state, so that the
 that rank dies. A mirror must equal the owner's shard bit for bit, but an update on the host would
 be rounded differently. Before each update, it is therefore moved to the device, where this rank's
 optimizer updates it together with the rank's own shard; afterwards, it is moved back. During the
-passes, when activations need most memory, mirrors do not use device memory. The price is two
+passes, when activations need the most memory, mirrors do not use device memory. The price is two
 transfers of the mirror over the bus per step.
 
 Copies are queued on the training thread's stream, and the host does not wait for them. Must be used

@@ -193,8 +193,8 @@ class ShardedState(PartitionedState):
             self._execution.gather_all()
 
     def _warn_of_padding(self) -> None:
-        """Logs a warning if padding takes much memory, because if tensors are not split, all shards
-        of a unit are as long as its longest shard."""
+        """Logs a warning if padding takes much memory. If tensors are not split, all shards of a
+        unit are padded to the length of the unit's longest shard."""
         whole, padded = (
             sum(unit.layout.numel for unit in self.units),
             sum(unit.layout.padded_numel for unit in self.units),
@@ -420,8 +420,8 @@ class ShardedState(PartitionedState):
 
     def make_whole_again(self, channel: Channel) -> None:
         """Restores the unsharded state on all ranks if only some ranks have sharded it and some may
-        have left. No update is lost, because no step was taken on the incomplete sharding. Must be
-        called on all ranks, within an operation. Raises the same errors as `reshard`."""
+        have left. No update is lost, because no step has been taken on the incomplete sharding.
+        Must be called on all ranks, within an operation. Raises the same errors as `reshard`."""
         received = channel.exchange(b"whole" if self.whole else b"")
         if all(received) or not any(received):
             return

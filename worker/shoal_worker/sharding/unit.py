@@ -99,8 +99,9 @@ class Holding:
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Sets the optimizer's gradients to the sum divided by `divisor`. `present`: for each
         parameter, True if any rank has used it; other parameters get None. If tensors are not
-        split, parameters of other ranks get None too, because such optimizers may not accept empty
-        tensors. The gradients are available once the placement's `arrived` has returned."""
+        split, parameters of other ranks get None too, because optimizers that need entire tensors
+        may not accept empty ones. The gradients are available once the placement's `arrived` has
+        returned."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._placement.bring(gradient.div_(divisor), self.shard.dtype)
@@ -148,8 +149,8 @@ class Unit:
             placement: memory for the shards; None: on the parameters' device.
             leaves: tensors whose gradients autograd accumulates: DTensors around the parameters, or
                 the parameters themselves; None: the parameters.
-            whereabouts: record of where the model's hidden parameters are; None if they do not
-                belong to a model.
+            whereabouts: state shared by the model's hidden parameters; None if they do not belong
+                to a model.
         """
         self.name = name
         self.parameters = tuple(parameters)

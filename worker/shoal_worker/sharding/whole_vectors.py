@@ -2,8 +2,8 @@
 of a vector to a checkpoint.
 
 The functions send messages to all members instead of using an all-gather, for two reasons: the
-newest group may contain learners, and the shards may still be those of the previous group, with
-mirrors in place of lost ranks.
+newest group may contain learners, and the ranks may still have the shards of the previous group,
+with mirrors in place of lost ranks.
 
 Model and optimizer state have the same format as on a single process: the module's names, unsharded
 shapes, and indices as in torch's optimizers. Every strategy can save and load this format.

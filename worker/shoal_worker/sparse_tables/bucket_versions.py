@@ -2,7 +2,7 @@
 
 A bucket's version counts its pushes, so every rank knows each bucket's version after the last step.
 A different version means either that a server has lost its data, which is logged and tolerated, or
-that a different job trains the table, which is an error.
+that a different job is training the table, which is an error.
 
 Must be used by the training thread only.
 """
@@ -53,7 +53,7 @@ class BucketVersions:
     def note(self, found: Mapping[int, int]) -> None:
         """Records versions read from a server. Logs a warning if the server lacks earlier pushes.
 
-        Raises PreconditionError (TABLE_AHEAD) if a different job trains the table.
+        Raises PreconditionError (TABLE_AHEAD) if a different job is training the table.
         """
         for partition_id, version in found.items():
             expected = self._expected.get(partition_id)
@@ -82,7 +82,7 @@ class BucketVersions:
 
     def agree(self, received: Sequence[Mapping[int, int]]) -> None:
         """Combines the versions known to the ranks. Raises MembershipChanged if ranks know
-        different versions; each rank must then read the servers again."""
+        different versions; each rank must then read the versions from the servers again."""
         known: dict[int, set[int]] = {}
         for versions in received:
             for partition_id, version in versions.items():

@@ -72,8 +72,8 @@ class StepTables(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """Returns what a joiner must know about the rows on the servers; empty before the first
-        step."""
+        """Returns the information about the rows on the servers that a joiner needs; empty before
+        the first step."""
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:

@@ -6,7 +6,7 @@ does. The table collects the rows' gradients until the step uses them: under asy
 applies them. Rows come from a `RowSource`: the process itself, until `as_distributed` replaces it
 with the servers.
 
-Must be used by the training thread only. Hooks in its backward pass collect the gradients.
+Must be used by the training thread only. Hooks in the backward pass collect the gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch.nn import functional
 from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
-"""Maximum size of a bucket, in bytes, in a table with a known number of rows, if `buckets` is not
-given."""
+"""Maximum size of a bucket, in bytes, in a table with a known number of rows. Used if `buckets` is
+not given."""
 _SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
-"""Minimum number of rows per bucket, if `buckets` is not given."""
+"""Minimum number of rows per bucket. Used if `buckets` is not given."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -145,7 +145,8 @@ class SparseEmbedding(nn.Module):
                 least recently pushed rows are evicted first, and return to their initial values. 0:
                 no limit.
             max_age: number of steps that a row is kept without a push before it is evicted;
-                eviction may be up to a sixteenth later. 0: rows are never evicted for their age.
+                eviction may happen up to a sixteenth of this number later. 0: rows are never
+                evicted for their age.
             buckets: number of partitions that the rows are divided into, 1 to 1024, of at most 256
                 MiB each. None: 16; with `num_embeddings`, enough that no partition exceeds 64 MiB,
                 and at least 4; with `max_rows`, few enough that each keeps 256 rows or more.
@@ -202,7 +203,7 @@ class SparseEmbedding(nn.Module):
     def prefetch(self, ids: torch.Tensor) -> None:
         """Prefetches the rows of a future batch in the background; returns immediately. The first
         lookup whose ids are all among `ids` uses the prefetched rows, which do not include later
-        pushes, not even this worker's."""
+        pushes, not even pushes of this worker."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:

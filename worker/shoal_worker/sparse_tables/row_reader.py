@@ -1,7 +1,7 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
 The reader is a read-only client, so no worker waits for it. It reads from all servers in parallel,
-over connections of its own. It may be called from any thread, including the training thread and the
+over its own connections. It may be called from any thread, including the training thread and the
 threads that prefetch rows or write checkpoints."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RowReader:
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long.
             StopTraining: this worker should leave, and a server is unreachable.
-            UnavailableError (CLIENT_CLOSED): the tables were closed.
+            UnavailableError (CLIENT_CLOSED): the tables have been closed.
         """
         places = by_bucket(ids, len(partitions))
         return self.retry_until(lambda: self._read_all(partitions, dim, ids, places))

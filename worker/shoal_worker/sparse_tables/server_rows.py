@@ -200,8 +200,8 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Row store for ranks that take steps together. Between steps, it has the rows of the last
-    step."""
+    """Row store for ranks that take steps together. Between steps, it contains the rows as of the
+    last step."""
 
     steady = True
 
@@ -229,8 +229,8 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """Implements `RowStore.fetch`. Handles rows that belong to a different step like a lookup:
-        see `ServerStepTables`."""
+        """Implements `RowStore.fetch`. If rows belong to a different step, proceeds as a lookup
+        does; see `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

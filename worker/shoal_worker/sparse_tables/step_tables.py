@@ -11,9 +11,9 @@ exactly once, regardless of which ranks die:
    step. If the exchange fails, the next generation serves the same purpose, because all of its
    ranks have committed the step.
 3. Only then are the sums pushed (`deliver`). Each rank pushes a share of the buckets, with a key
-   that is unique to the step. A server applies only one push with the same key to each bucket,
-   whichever rank sends it. If another rank's push takes too long, a rank that waits for it
-   therefore sends the same push itself.
+   that is unique to the step. A server applies only one push with the same key to each bucket, no
+   matter which rank sends it. If another rank's push takes too long, a rank that is waiting for it
+   can therefore send the same push itself.
 4. A bucket's version counts its pushes, so every rank knows each bucket's version after the last
    step, and a lookup waits until its buckets have these versions. A lower version means that a
    server has lost its data: this is logged, and the ranks agree on the current versions. A
@@ -76,8 +76,8 @@ _PATIENCE_S: Final = 1.0
 """Time that a rank waits for another rank's push before it sends the same push itself, in
 seconds."""
 _LAST_PATIENCE_S: Final = 30.0
-"""Maximum time that a rank whose pushes the servers no longer accept waits for the other ranks to
-push its share, in seconds."""
+"""Maximum time, in seconds, that a leaving rank waits for the other ranks to push its share, once
+the servers no longer accept its own pushes."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
@@ -95,8 +95,8 @@ class SynchronousJob(Job):
 
     @property
     def leaving(self) -> bool:
-        """False once the worker takes steps. Before that, True if the worker should leave; see
-        `Job.leaving`."""
+        """False once the worker has begun to take steps. Before that, True if the worker should
+        leave; see `Job.leaving`."""
         return not self.takes_steps and super().leaving
 
 
@@ -118,7 +118,7 @@ class _Step:
     """Number of pushing ranks, and this rank's index among them, when it last pushed its share;
     None if it has not pushed yet."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions that, as far as this rank knows, have not received the step's push."""
+    """Partitions that are not yet known to have received the step's push."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)
@@ -362,9 +362,9 @@ class ServerStepTables:
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
         """Returns the rows with these ids as of the last step. The ids must be distinct. Raises the
-        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if a different job trains the
-        rows, and DeadlineError if this rank should leave and the other ranks have not pushed its
-        part of the last step."""
+        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if a different job is training
+        the rows, and DeadlineError if this rank should leave and the other ranks have not pushed
+        its part of the last step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False

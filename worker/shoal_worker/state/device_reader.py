@@ -53,7 +53,7 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """Lane with a CUDA stream of its own."""
+    """Lane that uses a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

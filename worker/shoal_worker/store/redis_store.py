@@ -43,7 +43,7 @@ _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """Redis client whose server has responded, with a count of the stores that use it."""
+    """Redis client that has reached its server, and the number of stores that use it."""
 
     def __init__(self, url: str) -> None:
         # The client makes no retries, because it does not know which commands are safe to retry.
@@ -97,9 +97,9 @@ class RedisStore(Store):
     """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or
     unix://).
 
-    `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: how long after the last
-    write Redis deletes the entire store. The caller must keep a reference as long as C++ uses the
-    store, because torch's process groups and PrefixStore refer only to its C++ half.
+    `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: time after the last
+    write at which Redis deletes the entire store. The caller must keep a reference as long as C++
+    uses the store, because torch's process groups and PrefixStore refer only to its C++ half.
 
     Raises ConfigurationError (invalid URL or prefix), AuthenticationError or UnavailableError.
     """
@@ -282,7 +282,7 @@ class RedisStore(Store):
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
         """Context in which `abort` also calls `callback(reason)`, on the thread that calls `abort`.
-        If the store has already been aborted, calls it immediately."""
+        If the store has already been aborted, calls `callback` immediately."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -307,7 +307,8 @@ class RedisStore(Store):
 
     def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
         """Returns an event that is set soon after each write of `key`, and when the store is
-        aborted. The caller must also check every second, because a notification can be lost."""
+        aborted. The caller must also check the key every second, because a notification can be
+        lost."""
         return self._connection.wakeups.watch(self._channels + key)
 
     def discard(self) -> None:
@@ -443,8 +444,8 @@ class _Abort:
         self._lock = threading.Lock()
 
     def begin(self, reason: str) -> list[Callable[[str], None]]:
-        """Sets the reason and returns the callbacks. Returns no callbacks if a reason was already
-        set."""
+        """Sets the reason and returns the callbacks. Returns no callbacks if a reason has already
+        been set."""
         with self._lock:
             if self.reason is not None:
                 return []

@@ -2,11 +2,11 @@
 through Redis.
 
 The URL is redis://[user:password@]host:port/job. With TLS it begins with rediss://, and
-`?ca=/path/of/ca.pem` names the server's certificate authority if the system does not know it.
-`?db=2` selects a database. Rank and world size come from the arguments of init_process_group, or
-else from the query (`?rank=0&world_size=4`), or else from RANK and WORLD_SIZE. A job name can be
-reused: ranks first agree on a round, and each round has its own prefix, so leftovers of an earlier
-run are never visible.
+`?ca=/path/of/ca.pem` names the server's certificate authority if the system does not trust it
+already. `?db=2` selects a database. Rank and world size come from the arguments of
+init_process_group, or else from the query (`?rank=0&world_size=4`), or else from RANK and
+WORLD_SIZE. A job name can be reused: ranks first agree on a round, and each round has its own
+prefix, so leftovers of an earlier run are never visible.
 
 `import shoal` registers the init method with torch (torch_extensions.py). For scripts that do not
 import shoal, use `python -m shoal_worker.store script.py`.
@@ -36,7 +36,7 @@ from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
-"""Time after which a waiting rank that has not refreshed its arrival counts as dead, in seconds."""
+"""Time in seconds after which a waiting rank counts as dead if it has not refreshed its arrival."""
 
 _STORES: Final[list[RedisStore]] = []
 """Stores passed to torch. torch refers only to their C++ half, so this list keeps them alive until
@@ -55,9 +55,9 @@ class Target:
 
 
 def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
-    """Parses an init method. Raises ConfigurationError that names the missing or wrong part.
+    """Parses an init method. Raises a ConfigurationError that names the missing or invalid part.
 
-    `environment`: environment variables; by default, those of this process.
+    `environment`: environment variables; by default, the variables of this process.
     """
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)

@@ -28,7 +28,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT_S: Final = 0.5
 """Maximum interval between the listener's checks of the required channels, in seconds. Also the
-maximum time that it takes to stop."""
+maximum time that the listener takes to stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
 """Time that the listener continues without waits, in seconds. Ranks wait often while a group forms,
@@ -82,7 +82,7 @@ class Wakeups:
                     event.set()
 
     def stop(self) -> None:
-        """Makes the listener stop soon. Neither does I/O nor waits, so that a finalizer can call
+        """Makes the listener stop soon. Does no I/O and does not wait, so that a finalizer can call
         it."""
         self._stopped.set()
         self.wake_all()

@@ -8,7 +8,7 @@ slowest ("ssp"), or every worker for all others ("bsp"). A worker that fails or 
 disturb the others. A failed worker's batch is leased to another worker and applied exactly once to
 each partition, regardless of what the failed worker had already pushed
 (docs/explanation/parameter-servers.md#leased-batches). The price is staleness: other workers change
-the values while a worker computes its gradient, so the result differs from that of a single
+the values while a worker computes its gradient, so the result differs from the result on a single
 process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al.,
 "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the
 bound.)
@@ -26,7 +26,7 @@ together and committed together (docs/explanation/parameter-servers.md#outer-ste
 The following are local to each worker: buffers (BatchNorm statistics), random numbers, registered
 state, `clip_grad_norm_` (of the worker's own gradient), `evaluate` (every worker evaluates all
 batches, with its last pulled values) and `should_early_stop`. Workers start with rank 0's buffers.
-A joiner's buffers, registered state and schedule continue from a peer's.
+A joiner copies the buffers, registered state and schedule of a peer.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 class AsyncSGDModel(ShardedModel):
     """A worker's copy of the model, with values from the parameter servers.
 
-    When the first step begins, the servers receive rank 0's values, or those of a checkpoint that
-    `shoal.resume` has loaded. From then on, the servers' values are the model's values.
+    When the first step begins, the servers receive rank 0's values, or the values of a checkpoint
+    that `shoal.resume` has loaded. From then on, the servers' values are the model's values.
     """
 
     declaration: ClassVar[Strategy] = Strategy(
@@ -65,7 +65,7 @@ class AsyncSGDModel(ShardedModel):
     @property
     def steps_in_round(self) -> int:
         """Number of steps since the last push, with `inner_steps=`; 0: this worker has not changed
-        the values since its last pull."""
+        the parameters since its last pull."""
         return cast(AsyncEngine, self.engine).steps_in_round
 
 
@@ -82,6 +82,6 @@ class AsyncSGDOptimizer(ShardedOptimizer):
 
     @property
     def last_staleness(self) -> float:
-        """Staleness of the last push: the number of pushes by other workers that the servers
-        applied between this worker's pull and its push, as the maximum over all partitions."""
+        """Staleness of the last push: the number of other workers' pushes that the servers applied
+        after this worker's pull and before its push. The maximum over all partitions."""
         return self._session.progress.staleness

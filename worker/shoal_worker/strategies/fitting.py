@@ -86,8 +86,8 @@ class OptimizationInputData:
     If the limit ends an epoch early, that epoch is still evaluated and recorded. With `async_sgd`,
     the limit applies to the total number of steps of all ranks."""
     global_batch_size: int
-    """Number of samples per step, summed over all ranks; with `async_sgd`, per push of one worker.
-    The last step of an epoch may have fewer."""
+    """Number of samples per step, summed over all ranks; with `async_sgd`, number of samples per
+    push of one worker. The last step of an epoch may have fewer samples."""
     micro_batch_size: int | None = None
     """Number of samples in a micro-batch; see `ElasticDataLoader`. None: each rank has one batch
     per step."""
@@ -103,7 +103,7 @@ class OptimizationInputData:
     """Number of epochs without improvement of the metric after which the fit stops; None: it never
     stops early."""
     min_delta: float = 0.0
-    """Smallest improvement that counts; >= 0."""
+    """The metric counts as improved only if it changes by more than this; >= 0."""
     mode: str = "min"
     """"min" if a lower metric is better, "max" if a higher one is."""
     on_epoch: Callable[[EpochRecord], object] | None = None
@@ -163,7 +163,7 @@ class OptimizationResult:
     """True if the fit stopped for lack of improvement. False if it stopped after the last epoch or
     step, or because the job was stopped."""
     steps: int
-    """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's steps."""
+    """Number of committed optimizer steps of the fit; with `async_sgd`, only this rank's steps."""
     samples: int
     """Number of samples in committed steps, over all ranks and epochs."""
 
@@ -329,7 +329,7 @@ def _validate(
         }
 
     batches = loader.evaluation_batches()
-    assert isinstance(batches, EvaluationBatches)  # `_dataset`
+    assert isinstance(batches, EvaluationBatches)  # `_dataset` ensures this
     found = evaluate(session, model, _Counted(batches), sums)
     return found["sum"] / found["samples"]
 

@@ -39,8 +39,8 @@ class LocalSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: parameters have just been averaged, so all
-        ranks have the same."""
+        """Number of steps since the last average; 0: parameters have just been averaged, so they
+        are the same on all ranks."""
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -128,8 +128,8 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Raises PreconditionError if `module` is replaced after the engine was
-        created."""
+        """Sets an attribute. Raises PreconditionError if `module` is replaced after the engine has
+        been created."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
                 "model.module cannot be replaced, because Shoal trains the module passed to "
@@ -252,9 +252,9 @@ class ShardedModel(nn.Module):
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Context for a loss that is computed outside of a model with `loss_parallel=True`, whose
-        logits are split along the vocabulary. `train_step` enters this context itself. Without that
-        option, the context has no effect."""
+        """Returns a context for computing a loss outside of a model with `loss_parallel=True`,
+        because the logits of such a model are split along the vocabulary. `train_step` enters this
+        context itself. Without that option, the context has no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
@@ -355,7 +355,7 @@ class ShardedModel(nn.Module):
         ranks."""
         if not self.engine.check_conversion(fn):
             return self
-        # torch's is untyped
+        # torch's method is untyped
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:

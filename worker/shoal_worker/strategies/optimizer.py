@@ -157,7 +157,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         return super().register_step_post_hook(hook)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
-        # torch's returns the closure's loss
+        # torch's method returns the closure's loss
         """Applies the step prepared by the backward pass, either on all ranks or on none. Returns
         the outcome; see `StepStatus`.
 

@@ -3,10 +3,10 @@
 zero1 shards the optimizer state. zero2 also shards gradients. The other strategies also shard
 parameters; a block's parameters are gathered only while the block computes. zero1 and zero2 send as
 much as ddp: they reduce-scatter gradients and all-gather updated parameters, 2P(N-1)/N bytes per
-rank and step. zero3 gathers parameters for the forward pass and again for the backward pass, so it
+rank per step. zero3 gathers parameters for the forward pass and again for the backward pass, so it
 sends 3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
 
-fsdp is zero3 under the name that users of torch's FSDP know. hsdp has several replicas, each
+fsdp is zero3 under a name familiar to users of torch's FSDP. hsdp has several replicas, each
 sharded like zero3. By default, a replica has as many ranks as a host. It sends 3P(S-1)/S bytes
 within the replica, where links are fast, and 2(P/S)(R-1)/R between replicas, with S ranks in a
 replica and R replicas. The copies of a shard in other replicas serve as mirrors: they receive the

@@ -2,8 +2,8 @@
 batch.
 
 Cost per rank: memory for 1/N of the split layers; 2 all-reduces of activations per transformer
-block and direction. (Shoeybi et al., "Megatron-LM", 2019, section 3;
-docs/explanation/mesh.md#tensor-parallelism.) A plan determines which layers are split, and how:
+block in the forward pass, and 2 in the backward pass. (Shoeybi et al., "Megatron-LM", 2019, section
+3; docs/explanation/mesh.md#tensor-parallelism.) A plan determines which layers are split, and how:
 docs/strategies/tensor.md.
 """
 

@@ -2,11 +2,11 @@
 pieces of parameters.
 
 The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
-mirrors. A norm, a shape or a number of elements read from its groups would refer to the pieces. The
-groups that a script receives therefore combine the settings of the optimizer's groups (reads and
-writes are forwarded) with the model's own parameters, which the script passed to the optimizer.
-These parameters are either unsharded, or raise an error that names the function to call
-(`hidden_parameters.py`).
+mirrors. If a script read a norm, a shape or a number of elements from its groups, the result would
+describe the pieces. The groups that a script receives therefore combine the settings of the
+optimizer's groups (reads and writes are forwarded) with the model's own parameters, which the
+script passed to the optimizer. These parameters are either unsharded, or raise an error that names
+the function to call (`hidden_parameters.py`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class WholeGroups:
 
 class StateOfPieces(MutableMapping[Any, Any]):
     """Optimizer state, keyed by the pieces of parameters. Looking up one of the model's own
-    parameters raises an error, where torch's dict would create an empty entry."""
+    parameters raises an error, whereas torch's dict would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str

@@ -1,6 +1,6 @@
-"""Finds attention and MLP blocks in a model by the names and shapes of its modules. Knows the names
-used in torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama,
-nanoGPT and timm.
+"""Finds attention and MLP blocks in a model by the names and shapes of its modules. Recognizes the
+names used in torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's
+Llama, nanoGPT and timm.
 
 A block is found only if the shapes agree with the names. A wrong guess costs communication but
 never gives a wrong result, because DTensor keeps the arithmetic correct regardless of how layers

@@ -327,7 +327,7 @@ class _Planner:
         )
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
-        """Returns modules that are not layers themselves but refer to parameters of layers, and
+        """Returns the modules that are not layers themselves, but refer to parameters of layers and
         have no other parameters. For example, BERT's head refers to its decoder's bias. The layers
         determine how these parameters are split, and the code of such a module sees DTensors with
         full shapes."""

@@ -82,7 +82,7 @@ def vocabulary_parallel_cross_entropy(
             else shifted * class_weights[begin : begin + shifted.shape[-1]]
         )
         sums.append(part.sum(-1))
-    # torch's is untyped
+    # torch's method is untyped
     summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]
     exp_sum, picked, *smoothed = summed.unbind(0)
 

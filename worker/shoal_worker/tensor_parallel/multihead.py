@@ -151,8 +151,8 @@ def _heads(
     bias: torch.Tensor | None,
     batched: bool,
 ) -> torch.Tensor:
-    """Returns the projected heads as B x own heads x length x head size, whatever the layout of the
-    input."""
+    """Returns the projected heads as B x own heads x length x head size, regardless of the layout
+    of the input."""
     projected = F.linear(input, weight, bias)
     if not batched:
         projected = projected.unsqueeze(0)

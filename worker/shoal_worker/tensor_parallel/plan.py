@@ -108,7 +108,7 @@ class ParameterLayout:
     trainable: bool = True
 
     def elements_per_rank(self, size: int) -> int:
-        """Returns the number of elements on the rank that has most."""
+        """Returns the number of elements on the rank that has the most."""
         if self.dimension is None:
             return math.prod(self.shape)
         cut = -(-self.stored_shape[self.dimension] // size)
@@ -136,7 +136,7 @@ class PlanEntry:
     """Reason for the module's style."""
 
     def bytes_per_rank(self, size: int) -> int:
-        """Returns the size in bytes of the module's parameters on the rank that has most."""
+        """Returns the size in bytes of the module's parameters on the rank that has the most."""
         return sum(p.elements_per_rank(size) * p.element_size for p in self.parameters)
 
     @property
@@ -187,7 +187,7 @@ class TensorParallelPlan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Size in bytes of the parameters on the rank that has most."""
+        """Size in bytes of the parameters on the rank that has the most."""
         return sum(
             layout.elements_per_rank(self.size) * layout.element_size for layout in self.parameters
         )
@@ -199,8 +199,8 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """Collectives on activations in a step, for each split block. A transformer block needs two
-        in each direction.
+        """Collectives on activations in a step, for each tensor-parallel block. A transformer block
+        needs two in each direction.
 
         In the backward pass, a block has no collective if its input does not need a gradient, and
         one more if it attends to a second input (cross-attention).

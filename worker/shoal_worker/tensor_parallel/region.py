@@ -16,7 +16,7 @@ a backward pass. A checkpoint that is recomputed in a backward pass opens its ow
 thread that autograd uses.
 
 There are rules for torch functions whose implementation in DTensor is wrong, missing, or
-communicates without need. A rule receives the region, the function and its arguments. Torch
+communicates unnecessarily. A rule receives the region, the function and its arguments. Torch
 functions called by a rule are not intercepted.
 """
 
@@ -251,7 +251,8 @@ class RegionMode(TorchFunctionMode):
         )
 
     def enter(self, tensor: torch.Tensor) -> DTensor:
-        """Returns the tensor as a replicated DTensor, for use as the input of a split layer."""
+        """Returns the tensor as a replicated DTensor, for use as the input of a tensor-parallel
+        layer."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
         if not isinstance(tensor, DTensor) and not (

@@ -56,7 +56,7 @@ class Delivery:
         self._dropped_steps = (0, 0)
         """First and last step of the dropped reports that have not been logged yet."""
         self._ends = False
-        """True once the rank is leaving the run, so nothing more will be queued."""
+        """True once the rank is leaving the run. Nothing more is then queued."""
         self._error: Exception | None = None
         """Error of the last attempt; None if it succeeded."""
         self._opening: _Open | None = None
@@ -82,12 +82,12 @@ class Delivery:
         self._append(report)
 
     def close(self) -> None:
-        """Closes the sink once the queued reports are written, because a different rank will
-        continue."""
+        """Closes the sink once the queued reports are written. Called when a different rank
+        continues to write."""
         self._append(_Close(ended=False))
 
     def end(self) -> None:
-        """Closes the sink once the queued reports are written, because this rank is leaving the
+        """Closes the sink once the queued reports are written. Called when this rank is leaving the
         run."""
         with self._changed:
             # together, because the thread ends as soon as it sees an empty queue and `_ends`
@@ -96,8 +96,8 @@ class Delivery:
             self._changed.notify()
 
     def wait(self, give_up_at: float) -> None:
-        """Waits until the tracker has received all reports, but at most until `give_up_at`, a time
-        of `time.monotonic`. Must be called after `end`. If the tracker is unreachable, makes one
+        """Waits until the tracker has received all reports, or until `give_up_at`, a time on the
+        clock `time.monotonic`. Must be called after `end`. If the tracker is unreachable, makes one
         more attempt. Logs the number of reports that the tracker did not receive."""
         self._thread.join(max(0.0, give_up_at - time.monotonic()))
         with self._changed:

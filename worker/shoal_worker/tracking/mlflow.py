@@ -26,7 +26,7 @@ _EVENT_TAG: Final = "shoal.event"
 """Prefix of the tags for events, followed by the event's step and kind."""
 _MOST_TAGS: Final = 90
 _MOST_METRICS: Final = 900
-"""Limits of one request: MLflow rejects more than 100 tags, or 1000 metrics."""
+"""Limits for one request. MLflow rejects requests with more than 100 tags or 1000 metrics."""
 
 
 class MLflow:

@@ -122,7 +122,7 @@ class _Exporters:
         self._tracer = provider.get_tracer(_SCOPE)
 
     def traced(self, reports: Iterable[Report]) -> list[ReadableSpan]:
-        """Converts spans, and returns the ones that the SDK's sampler keeps."""
+        """Converts the spans that the SDK's sampler keeps, and returns them."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for report in reports:

@@ -23,16 +23,16 @@ class TrackedRun:
     key: str
     """Unique key of the run."""
     place: str = ""
-    """Host of the writing process and its index on that host. They do not change when its rank
-    changes."""
+    """Host of the writing process, and the process's index on that host. They do not change when
+    the process gets a different rank."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
         """Returns the run of a session."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # a worker of async_sgd may begin at any time, or the run was restarted from checkpoints
-            # that it had saved before
+            # a worker of async_sgd may begin at any time; or the run has been restarted from one of
+            # its checkpoints
             key = f"{settings.job_id} {settings.run}"
         return cls(
             job=settings.job_id if session.elastic else "",

@@ -1,10 +1,10 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
 Each time that the sink is opened, it creates a new file, because a different rank may already be
-writing. TensorBoard shows all files of a directory as one run. The beginning of a file makes
-TensorBoard ignore older data from the file's first step on, so repeated steps appear once, with
-their last values. Ranks on several machines need a shared directory; otherwise each machine has
-only its own part.
+writing. TensorBoard shows all files of a directory as one run. Each file makes TensorBoard ignore
+older data for the file's first step and all later steps, so repeated steps appear once, with their
+last values. Ranks on several machines need a shared directory; otherwise each machine has only its
+own part.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, Sink, 
 from shoal_worker.tracking.spans import SpanSource
 
 _END_S: Final = 30.0
-"""Maximum time that the end of a run waits for the trackers to receive all reports, in seconds."""
+"""Maximum time, in seconds, to wait at the end of a run for the trackers to receive all reports."""
 _LOOK_S: Final = 0.2
-"""Interval between checks whether the session has ended, on the thread that awaits the end of the
-script, in seconds."""
+"""Interval, in seconds, between two checks whether the session has ended. The thread that waits for
+the end of the script makes these checks."""
 _MOST_KEPT: Final = 1_000
 """Maximum number of reports that a rank keeps while a different rank writes."""
 
@@ -102,7 +102,7 @@ class Tracker:
         self._before = Standing.of(session)
         self._ended = threading.Event()
         """Set when this rank leaves the run, or its process ends."""
-        # runs after callbacks that are registered later, such as the one that waits for a
+        # runs after callbacks that are registered later, such as the callback that waits for a
         # checkpoint
         session.on_close(self._end)
         if not everywhere:

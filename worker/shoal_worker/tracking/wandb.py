@@ -3,7 +3,7 @@
 The W&B run's id is computed from the run's key. A rank that replaces a dead rank, and a resumed
 run, therefore continue the same W&B run. W&B cannot delete rows, so repeated steps keep their first
 values. The server reports the newest step. Without a server (WANDB_MODE=offline), it is read from
-the directories that were created when the sink was opened before; `wandb sync` joins these
+the directories that were created when the sink was opened earlier; `wandb sync` joins these
 directories to one run. Ranks on several machines need a shared directory for that.
 
 W&B's own process sends the rows, and dies if the rank is killed. It writes received rows to the
@@ -31,8 +31,8 @@ _OWN: Final = ("id", "resume", "reinit", "resume_from", "fork_from")
 """Arguments of `wandb.init` that determine which W&B run the rows belong to. Users may not set
 them."""
 _FINISH_S: Final = 20.0
-"""Maximum time that the end of a run waits for W&B to send all rows, in seconds. The rows remain in
-the run's directory, for `wandb sync`."""
+"""Maximum time, in seconds, to wait at the end of a run for W&B to send all rows. The rows remain
+in the run's directory, for `wandb sync`."""
 _FLUSH: Final = ("x_transaction_log_flush_interval", 1.0)
 """W&B's setting for the interval between writes to the run's directory, in seconds."""
 _BLOCK: Final = 32 * 1024

@@ -21,8 +21,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of the latest reports of the newest generation's members that have a recent
-    heartbeat."""
+    """Summary of the latest heartbeats in the newest generation, without members whose last
+    heartbeat is not recent."""
 
     count: int
     waited_ms: int
@@ -65,8 +65,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members before a generation that must be formed immediately, because they would
-    not receive it."""
+    """Evicts absent members before a generation that must be formed immediately, because absent
+    members would not receive it."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name

@@ -103,7 +103,7 @@ def incident_moot(draft: Draft) -> None:
 
 
 def _over(draft: Draft, member_id: str) -> SendStop:
-    """Returns the message to a waiting member that no further generation will follow."""
+    """Returns the message that tells a waiting member that no further generation will follow."""
     steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else None
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
@@ -207,13 +207,13 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Returns the members that timed-out peers were waiting for, if they have not reported the
-    failure themselves and have made no progress since: pairs of member id and the time until which
-    the incident stays open for it.
+    """Returns the members that other members were waiting for when these timed out. Omits members
+    that have reported the failure themselves or have made progress since then. Each result is a
+    pair: the member's id, and the time until which the incident stays open for this member.
 
     A member is judged by its own history. Progress counters start with the process, so comparing
     two members does not show which one is ahead. If neither its peers nor the coordinator can reach
-    a member, its machine was lost.
+    a member, its machine is assumed to be lost.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:

@@ -115,8 +115,9 @@ def _joined(draft: Draft, generation: Generation) -> str:
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
-    """Returns the draining members that have not reached their step boundary: those in the newest
-    generation, and those excluded by generations that no other member has adopted yet."""
+    """Returns the draining members that have not reached their step boundary. Some have a rank in
+    the newest generation. The others were excluded by a newer generation, but still work with their
+    peers, because none of the peers is known to have adopted it yet."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)

@@ -23,8 +23,8 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Maximum number of waiting members for which each is notified immediately why it is waiting,
-before a start and whenever the reason changes."""
+"""Number of waiting members up to which each is notified immediately of why it is waiting, both
+before training starts and whenever the reason changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,8 @@ def has_place(draft: Draft, member: Member) -> bool:
 
 
 def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
-    """Returns the message to a member that the job is stopping or has ended. `reason`: None means
-    the job's own reason for stopping."""
+    """Returns the message that tells a member that the job is stopping or has ended. `reason`: None
+    means the job's own reason for stopping."""
     now = not has_place(draft, member)
     # The member worked in a generation, and the others have continued without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0

@@ -64,7 +64,7 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
     """Removes a member that leaves. Interrupts the other members, like a loss, unless a generation
-    without the member was already written.
+    without the member has already been written.
 
     The first member with a rank that finishes ends the run for all members. If a member was asked
     to leave, only that member leaves, for any reported reason.
@@ -282,12 +282,12 @@ def _finish(draft: Draft, reason: str) -> None:
 def _tell_awaiting(
     draft: Draft, left: Member, reason: str, *, finished_steps: int | None = None
 ) -> None:
-    """Stops members that would wait in vain because `left` has left from an older generation. At
-    the step boundary where it left, all members would have adopted the newest generation.
+    """Stops members that would wait in vain because `left` has left before it adopted the newest
+    generation. At the step boundary where it left, all members would have adopted that generation.
 
-    These are members waiting in their first generation, members that have not adopted the
-    generation that was to follow a failure, and members that were quarantined from the generation
-    of `left` and were to return in the newest one.
+    The affected members are members waiting in their first generation, members that have not
+    adopted the generation that was to follow a failure, and members that were quarantined from the
+    generation of `left` and were to return in the newest one.
     """
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
@@ -358,7 +358,8 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits, at the next step boundary, quarantined members that can reach their peers again."""
+    """Readmits quarantined members that can reach their peers again, from the next step boundary
+    on."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
@@ -395,8 +396,8 @@ def _is_missed(draft: Draft, member: Member) -> bool:
         return True
     if member.works_in == 0 or draft.generation is None:
         return False
-    # A generation without this member was written; members that have not adopted it are still in
-    # the older process group.
+    # A generation without this member has been written; members that have not adopted it are still
+    # in the older process group.
     return any(
         draft.works_in(rank.member_id) < draft.number
         for rank in draft.generation.ranks

@@ -1,10 +1,9 @@
-"""Readmits members that know generations lost by Redis, whether Redis has lost its latest writes or
-all of its data.
-
-The members continue in the newest generation that they know. It is still valid, because only one
-list of members was ever announced under its number and nonce; only the coordinator's record is
-lost. New generations therefore get higher numbers, and a returning member is assumed to hold state
-whether or not it is on record. Once all members have returned, one generation is written for them.
+"""Readmits members of generations that Redis has lost, whether it has lost its latest writes or all
+of its data. The members continue in the newest generation that any of them reports. It is still
+valid, because only one list of members was ever announced under its number and nonce; only the
+coordinator's record is lost. New generations therefore get higher numbers, and a returning member
+is assumed to hold state whether or not it is on record. Once all members have returned, one
+generation is written for them.
 """
 
 from __future__ import annotations

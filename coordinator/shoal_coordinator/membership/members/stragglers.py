@@ -3,8 +3,8 @@ down while training continues.
 
 In synchronous training the steps of all ranks take equally long, because each rank waits for the
 slowest. The slowest rank is the one that waits least: its time outside of waits
-(Progress.busy_time_s) exceeds the others'. If a connection is slow, all ranks wait, including the
-rank behind it. That rank is identified as the endpoint of most of the permanently busy connections
+(Progress.busy_time_s) is the longest. If a connection is slow, all ranks wait, including the rank
+behind it. That rank is identified as the endpoint of most of the permanently busy connections
 (Progress.busy_link).
 """
 

@@ -8,8 +8,8 @@ failed, and the leases decide. If a single stream breaks, its member counts as d
 a peer's collective has failed too, otherwise once no other stream has broken for
 Policy.break_window_ms. This short wait does not delay any recovery, because a peer that needed the
 dead member would have reported a failure. If a stream closes long after the last heartbeat, gRPC
-has closed it because of a network failure or a lost machine; this adds no information to the
-silence before it (absence.py).
+has closed it because of a network failure or a lost machine; the closed stream then tells no more
+than the preceding silence (absence.py).
 """
 
 from __future__ import annotations

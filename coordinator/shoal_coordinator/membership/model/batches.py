@@ -75,8 +75,8 @@ class Ledger:
         """Batches per millisecond of all members that report their speed."""
 
     def repeated(self, member_id: str, sequence: int) -> Answer | None:
-        """Returns the recorded response if the request numbered `sequence` was handled before; None
-        if it is new. For an older request, returns the response to the newest one."""
+        """Returns the recorded response if the request numbered `sequence` has already been
+        handled; None if it is new. For an older request, returns the response to the newest one."""
         answer = self._answers.get(member_id)
         return answer if answer is not None and sequence <= answer.sequence else None
 

@@ -41,8 +41,9 @@ class MemberJoined:
     identity: Identity
     last_generation: int
     last_world_size: int = 0
-    works_in: int = 0
     """Number of ranks in generation `last_generation`; 0 if unknown."""
+    works_in: int = 0
+    """Generation that the member works in; 0 if it has not worked in any."""
 
 
 @dataclass(frozen=True, kw_only=True)

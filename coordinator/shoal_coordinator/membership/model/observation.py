@@ -101,8 +101,8 @@ class ObservedJob:
 
     @cached_property
     def unserved_places(self) -> int:
-        """Number of parameter server places without a primary that serves requests, including
-        places that have never had a primary; 0 after the run has ended."""
+        """Number of parameter server places that have no primary serving requests, including places
+        that have never had a primary; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places

@@ -21,7 +21,7 @@ class Refusal(StrEnum):
     WATCHERS_LIMIT = "WATCHERS_LIMIT"
     """RESOURCE_EXHAUSTED: too many callers follow the job's events."""
     RUN_ENDED = "RUN_ENDED"
-    """The run that the caller belongs to, or wants to join, was stopped or has finished.
+    """The run that the caller belongs to, or wants to join, has been stopped or has finished.
     UNAVAILABLE for a new parameter server, which waits for the next run."""
     RUN_ENDING = "RUN_ENDING"
     """UNAVAILABLE: the newest run has ended, but some of its members have not left yet. The next
@@ -36,7 +36,7 @@ class Refusal(StrEnum):
     MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
     """NOT_FOUND: no live member has this id or rank."""
     MEMBER_REPLACED = "MEMBER_REPLACED"
-    """This member has left or was removed (its stream broke, its lease expired or its process
+    """This member has left or has been removed (its stream broke, its lease expired or its process
     exited); rejoin with a new member_id."""
     MEMBER_CONFLICT = "MEMBER_CONFLICT"
     """A different process has this member_id."""
@@ -54,8 +54,8 @@ class Refusal(StrEnum):
     LEASE_EXPIRED = "LEASE_EXPIRED"
     """Closes the session of a member or server that sent no heartbeat for lease_ms."""
     REPLICAS_DIVERGED = "REPLICAS_DIVERGED"
-    """Closes the session of a member that leaves after the run's last step with parameter values
-    that differ from those of a member that left earlier."""
+    """Closes the session of a member that leaves after the run's last step, if its parameter values
+    differ from the values of a member that left earlier."""
     PROCESS_EXITED = "PROCESS_EXITED"
     """Closes the session of a member whose process has exited, as reported by its launcher."""
     SESSION_REPLACED = "SESSION_REPLACED"
@@ -79,7 +79,7 @@ class Refusal(StrEnum):
     NO_SERVERS = "NO_SERVERS"
     """UNAVAILABLE: some parameter servers of the job have not registered yet; retry."""
     TENSORS_CONFLICT = "TENSORS_CONFLICT"
-    """The job's tensors were declared before, differently."""
+    """The job's tensors have already been declared differently."""
     TENSORS_UNDECLARED = "TENSORS_UNDECLARED"
     """No member has declared the job's tensors yet."""
     TENSORS_LIMIT = "TENSORS_LIMIT"

@@ -45,9 +45,9 @@ class JobSpec:
     otherwise when its peers' collective times out."""
 
     def __post_init__(self) -> None:
-        if self.min_survivors == 0:  # also in a job that an older release wrote
+        if self.min_survivors == 0:  # as in a job written by an older release
             object.__setattr__(self, "min_survivors", self.min_workers)
-        if self.max_parameter_servers == 0:  # also in a job that an older release wrote
+        if self.max_parameter_servers == 0:  # as in a job written by an older release
             object.__setattr__(self, "max_parameter_servers", self.parameter_servers)
 
     @property
@@ -80,8 +80,8 @@ class Policy:
     timeout_settle_ms: int = 1_000
     """Maximum time, after the first report that a collective timed out, for other waiting members
     to report it too. The first reporter's group is aborted, which the others notice within a
-    quarter of a second. A member that reports nothing and makes no progress in this time is the one
-    that the others are waiting for."""
+    quarter of a second. A member that neither reports a timeout nor makes progress in this time is
+    assumed to be the cause of the others' wait."""
     break_window_ms: int = 100
     """Maximum time, after a stream has broken, for other streams to break because of the same
     network failure."""

@@ -116,7 +116,7 @@ class Identity:
     donor_address: str
     metrics_address: str
     donor_key: str = ""
-    """Secret, shared among the members, that a peer must present to request this member's state."""
+    """Secret known to all members, which a peer must present to request this member's state."""
     key_digest: str = ""
     """Digest of the key that the member presents with each call. Empty: the member has no key, and
     any process with access to the job can act on its behalf."""
@@ -244,8 +244,8 @@ class Generation:
     generation, or if the difference is too large to be worth sending."""
     written: tuple[int, ...] | None = ()
     """Generations, up to this one, that are stored as changes since the last full table. Empty:
-    this generation is stored as a full table. None: the table is stored in an older format, which
-    changes cannot refer to."""
+    this generation is stored as a full table. None: the table is stored in an older format, so
+    changes to it cannot be stored."""
 
     @cached_property
     def table_digest(self) -> bytes:
@@ -307,9 +307,9 @@ class Move:
     giver: int
     """Index of the place that owns the partitions and hands them over."""
     giver_incarnation: str
-    """Process of the giver that hands over the partitions. If it dies, data that it has sent may
-    still arrive late. Its successor must therefore repeat the move under a different number, unless
-    the partitions have already left."""
+    """Identity of the giver's process that hands over the partitions. If this process dies, data
+    that it has sent may still arrive later. The next process must therefore retry the move under a
+    different number, unless the partitions have already left."""
     receiver: int
     """Index of the place that receives the partitions and will own them."""
 
@@ -384,8 +384,8 @@ def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Recovery of generations that Redis has lost. Members that know them continue in the newest
-    one until all have returned."""
+    """Recovery of generations that Redis has lost. Their members continue in the newest one until
+    all have returned."""
 
     FOUND: ClassVar[int] = -1
     """Value of `until_ms` for a recovery that was in progress when the coordinator was
@@ -394,7 +394,7 @@ class Recovery:
     known: int
     """Newest generation that Redis still has."""
     newest: int
-    """Newest generation that any member knows."""
+    """Newest generation that any member has reported."""
     world_size: int
     """Number of ranks in the newest lost generation; 0 if unknown."""
     until_ms: int | None
@@ -441,8 +441,8 @@ class JobState:
     run_above: int = 0
     """Newest generation of all previous runs. Generations of this run have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
-    """Runs whose members and servers are treated as members and servers of `run`. They began after
-    Redis had lost `run`, before its members returned."""
+    """Runs whose members and servers are treated as members and servers of `run`. These runs began
+    after Redis had lost `run` and before the members of `run` returned."""
     past_runs: tuple[PastRun, ...] = ()
     """The newest past runs, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING

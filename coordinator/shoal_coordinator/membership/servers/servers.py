@@ -137,9 +137,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Raises the number of the next generation above generations that a server knows and Redis has
-    lost. The server would otherwise mistake members of a new generation for members of an old one.
-    Servers of a different run do not know such generations."""
+    """Raises the number of the next generation above all generations that a server reports and
+    Redis has lost. The server would otherwise mistake members of a new generation for members of an
+    old one. Servers of a different run do not report such generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -281,7 +281,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
 
 def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
     """Raises UnavailableError unless every place has a primary with an address. A backup that has
-    just been promoted has not reported its address yet."""
+    only just been promoted may not have reported its address yet."""
     for index in layout.shares:
         primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:

@@ -40,7 +40,7 @@ def history(
 ) -> None:
     """List past runs of this machine, show one of them, or compare two.
 
-    Runs are kept on disk with their output and events, even after their cluster is gone. `shoal
+    Runs are kept on disk with their output and events, even after their cluster has ended. `shoal
     status`, `shoal events` and `shoal logs` show a past run with --run. --plot draws a plot of RUN.
     """
     from shoal.launcher.report.history import History

@@ -16,7 +16,7 @@ def jobs(
 ) -> None:
     """List jobs.
 
-    By default, lists the jobs of this machine: those of running clusters, and those started with
+    By default, lists the jobs of this machine: jobs of running clusters, and jobs started with
     `shoal submit`, even after they have ended.
     """
     from rich.console import Console

@@ -124,8 +124,8 @@ def plan(
 
 
 def _made(subject: str) -> tuple[nn.Module, Any, Any]:
-    """Calls the function that creates the model with the meta device as the default. If that fails,
-    calls it again without the meta device."""
+    """Calls the user's function that creates the model, with the meta device as the default device.
+    If the call fails, calls the function again without the meta device."""
     import torch
 
     function = _function(subject)

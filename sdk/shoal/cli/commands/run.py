@@ -273,9 +273,9 @@ def run(
 ) -> None:
     """Run a script on many workers, as torchrun does.
 
-    The flags and the environment variables of the workers are those of torchrun, so a plain
-    torchrun script runs unchanged. A script that calls shoal.init() is elastic: when a worker dies,
-    the others continue and another worker replaces it. Flags may also be given by torchrun's
+    The flags, and the environment variables of the workers, are the same as with torchrun, so a
+    plain torchrun script runs unchanged. A script that calls shoal.init() is elastic: when a worker
+    dies, the others continue and another worker replaces it. Flags may also be given by torchrun's
     PET_... variables.
 
     The exit status is 0 only if the script finished. Otherwise it is the status of the script, 75

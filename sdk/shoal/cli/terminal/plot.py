@@ -110,8 +110,8 @@ def rates(figures: RunFigures) -> list[tuple[float, float]]:
     samples per second, or in steps per second if the script distributes its samples itself.
 
     All intervals have the same length: a fortieth of the run or the duration of twenty steps,
-    whichever is longer. In shorter intervals, the rate would depend on how many steps happen to end
-    in each interval.
+    whichever is longer. With shorter intervals, the rate would depend too much on how many steps
+    happen to end in each interval.
     """
     began, first = (0.0, 0), figures.last_step - figures.steps
     counts = [began] + [

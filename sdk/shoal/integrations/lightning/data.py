@@ -33,7 +33,7 @@ def training_loader(
         accumulated: the Trainer's `accumulate_grad_batches`.
         seed: seed for the order of samples.
         deterministic: True if sums must be the same on any number of ranks.
-        limit: number of batches per epoch (int), or their fraction of the dataset's (float): the
+        limit: number (int) or fraction (float) of the dataset's batches to use in each epoch: the
             Trainer's `limit_train_batches`.
         in_order: True to keep the dataset's order, as with `overfit_batches`.
 
@@ -112,7 +112,7 @@ def evaluation_loaders(
     Args:
         given: one loader, or several loaders to be evaluated one after another.
         what: name of the loaders, used in errors.
-        limit: number of batches of each loader (int), or their fraction (float): the Trainer's
+        limit: number (int) or fraction (float) of each loader's batches to use: the Trainer's
             `limit_val_batches` and similar.
         in_order: True to make shuffling loaders use the dataset's order, as with `overfit_batches`.
 

@@ -1,4 +1,4 @@
-"""Fit loop for a Lightning module. The loop itself is Shoal's, as in ordinary scripts (an
+"""Fit loop for a Lightning module. The loop itself works as in ordinary scripts with Shoal (an
 `ElasticDataLoader`, `as_distributed`, `if optimizer.step():`). It calls user code (`training_step`,
 hooks, callbacks, schedules, logging and validation) at the same points as Lightning's own loop.
 
@@ -179,7 +179,7 @@ class ElasticFit(_FitLoop):
                 break
         finished = self._is_enough() or 0 <= max_epochs <= loader.epoch
         if not finished and self._checkpoints is not None:
-            self._checkpoints.save()  # all were asked to leave
+            self._checkpoints.save()  # all have been asked to leave
         self.on_run_end()
 
     def _is_enough(self) -> bool:

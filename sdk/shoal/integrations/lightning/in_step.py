@@ -1,9 +1,9 @@
 """Exchanges values between ranks in the middle of a step.
 
 If a rank dies before it has sent its value, some or all of the other ranks do not receive it. The
-step may nevertheless be committed if its gradients were already summed: under ddp they are summed
-in the last backward pass, under other strategies after this exchange. After the step, the loop
-therefore checks whether all ranks have the values (`fit_loop.py`).
+step may nevertheless be committed if its gradients have already been summed: under ddp they are
+summed in the last backward pass, under other strategies after this exchange. After the step, the
+loop therefore checks whether all ranks have the values (`fit_loop.py`).
 """
 
 from __future__ import annotations

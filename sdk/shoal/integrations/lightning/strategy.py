@@ -159,8 +159,8 @@ class ShoalStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Replaces the Trainer's loops by Shoal's, and distributes the model and the optimizer.
-        Called by Lightning when the module is complete."""
+        """Replaces the Trainer's loops with Shoal's loops, and distributes the model and the
+        optimizer. Called by Lightning when the module is complete."""
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None

@@ -145,7 +145,7 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Returns the arguments for a loader that make it use the order of the Trainer's sampler."""
+    """Returns arguments for a loader that reproduce the order of the Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None

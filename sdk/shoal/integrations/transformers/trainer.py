@@ -1,6 +1,7 @@
-"""Elastic Trainer. The training loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`,
-`as_distributed`, `if optimizer.step():`). Everything else is inherited from transformers' Trainer:
-the loss, the optimizer and its schedule, callbacks, logging, evaluation and saving.
+"""Elastic Trainer. The training loop works as in ordinary scripts with Shoal (an
+`ElasticDataLoader`, `as_distributed`, `if optimizer.step():`). Everything else is inherited from
+transformers' Trainer: the loss, the optimizer and its schedule, callbacks, logging, evaluation and
+saving.
 
 transformers and Accelerate treat each worker as the only process, so they open no process group.
 The batch size in the arguments applies to the entire job, regardless of the number of workers: a
@@ -261,7 +262,7 @@ class Trainer(transformers.Trainer):
             and not self.control.should_training_stop
             and args.save_strategy != "no"
         ):
-            self._save_checkpoint(model, None)  # all were asked to leave
+            self._save_checkpoint(model, None)  # all have been asked to leave
         return self._finalize_training(None, max_steps * loader.plan.global_batch_size, start_time)
 
     def _train_epoch(

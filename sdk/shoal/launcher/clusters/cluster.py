@@ -214,18 +214,19 @@ class LocalCluster:
             raise
 
     def start_coordinator(self) -> None:
-        """Starts the coordinator: the first step of opening the cluster. Its address is already
-        known before this call."""
+        """Starts the coordinator. This is the first step of opening the cluster. The coordinator's
+        address is already known before this call."""
         self.coordinator.start()
 
     def create_job(self) -> None:
-        """Creates the job: the second step, to be performed once the coordinator is ready. Blocks
-        for an RPC; unlike the other steps, it may run on any thread."""
+        """Creates the job. This is the second step of opening the cluster, to be performed once the
+        coordinator is ready. Blocks for an RPC; unlike the other steps, it may run on any
+        thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
-        """Registers the cluster so that `shoal status` and similar commands find it: the third
-        step.
+        """Registers the cluster so that `shoal status` and similar commands find it. This is the
+        third step of opening the cluster.
 
         Returns None if this succeeds, otherwise the reason why these commands need --coordinator.
         The run itself does not depend on the registration.
@@ -246,7 +247,8 @@ class LocalCluster:
         return None
 
     def start_servers(self) -> None:
-        """Starts the parameter servers, which then register with the job: the last step."""
+        """Starts the parameter servers, which then register with the job. This is the last step of
+        opening the cluster."""
         for _ in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
             self.start_server()
 

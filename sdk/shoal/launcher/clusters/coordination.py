@@ -1,8 +1,8 @@
 """Runs a coordinator while a command runs: `shoal coordinate -- srun shoal run train.py`.
 
 A batch system, or a loop over ssh, starts launchers on many machines with the same command line.
-They need one coordinator, whose address is not known before it is running. Therefore the
-coordinator is started first, with its own Redis server, and then the command, with the
+They need one coordinator, whose address is not known before it is running. The coordinator is
+therefore started first, with its own Redis server. Then the command is started, with the
 coordinator's address in its environment. When the command has exited, the coordinator is stopped
 (`hosted_coordinator`).
 
@@ -50,8 +50,8 @@ class Coordination:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """`host`: name of this machine for other machines. `insecure`: True to use neither TLS nor
-        tokens. Raises ConfigurationError."""
+        """`host`: name under which other machines reach this machine. `insecure`: True to use
+        neither TLS nor tokens. Raises ConfigurationError."""
         if shutil.which(command[0]) is None:
             raise ConfigurationError(
                 f"the program {command[0]!r} was not found on PATH; expected a program and "

@@ -45,7 +45,7 @@ class HostedCoordinator:
 
         Args:
             directory: directory for the coordinator's data, port file and log.
-            host: name of this machine for other machines.
+            host: name under which other machines reach this machine.
             arguments: additional arguments of the coordinator.
             environment: environment of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis
                 server is started.

@@ -39,7 +39,7 @@ class JobSettings:
     lease: timedelta | None = None
     """Maximum silence of a member before it is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None
-    """Maximum time without progress of a member that its peers are waiting for; None: the
+    """Maximum time that a member may make no progress while its peers are waiting for it; None: the
     coordinator's default."""
 
     def message(self) -> JobSpec:

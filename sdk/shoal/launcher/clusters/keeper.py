@@ -22,16 +22,16 @@ _MOST_SHORT_LIVES: Final = 4
 """Number of consecutive short lives after which a service is no longer restarted, since it would
 fail in the same way again."""
 _ASK_EVERY_S: Final = 0.5
-"""Interval in seconds between requests to the coordinator. They ask whether a script is waiting for
-parameter servers, if none were started with the job, and whether a restarted coordinator still has
-the job."""
+"""Interval in seconds between requests to the coordinator. They determine whether a restarted
+coordinator still has the job and, if no parameter servers were started with the job, whether a
+script is waiting for some."""
 NOBODY: Final = "nobody"
 """Id that no member has. A response filtered by this id omits all members."""
 
 
 class ClusterKeeper:
     """Starts the services of a local cluster and keeps them running. Belongs to the event loop's
-    thread, which must live as long as the cluster."""
+    thread, which must not end before the cluster is closed."""
 
     def __init__(self, cluster: LocalCluster, *, note: Callable[[str], None]) -> None:
         """`note`: callback that shows a message to the user."""

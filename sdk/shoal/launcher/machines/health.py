@@ -70,10 +70,10 @@ async def check_machine(timeout: timedelta = CHECKS_TIMEOUT) -> list[CheckResult
 
 
 def _temporary_directory() -> str:
-    """Returns the directory for temporary files, even if none can be written there."""
+    """Returns the directory for temporary files, even if files cannot be written there."""
     try:
         return tempfile.gettempdir()
-    except FileNotFoundError:  # none is writable; the check will say why
+    except FileNotFoundError:  # no directory is writable; the check will report the reason
         return os.environ.get("TMPDIR", "/tmp")  # noqa: S108
 
 

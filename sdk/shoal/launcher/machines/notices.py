@@ -64,7 +64,7 @@ class NoticeWatch:
                 machine's firmware.
             on_notice: called on the watcher's thread for each new notice.
             note: callback that shows a message to the user.
-            dmi: directory with the firmware's DMI values; None: the kernel's.
+            dmi: directory with the firmware's DMI values; None: /sys/class/dmi/id.
             interval: time between requests.
             patience: time without a response after which the user is informed.
 

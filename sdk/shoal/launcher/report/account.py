@@ -85,8 +85,8 @@ class RunFigures:
     leaves: int
     pauses: tuple[Pause, ...]
     lost_s: float
-    """Seconds lost to pauses and repeated steps. Each pause counts with its duration beyond a usual
-    step."""
+    """Seconds lost to pauses and repeated steps. Each pause counts for its duration minus the
+    duration of a usual step."""
     loss: float
     """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int

@@ -159,7 +159,7 @@ class Course:
 
     @property
     def loss(self) -> float:
-        """Mean of the latest losses reported by the workers that committed last; NaN if there is
+        """Mean of the losses last reported by the workers that committed last; NaN if there is
         none."""
         if not self._tallies:
             return math.nan
@@ -206,8 +206,8 @@ class Course:
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns whether the time between two commits is much longer than between all other
-        commits."""
+        """Returns whether the time between two commits is much longer than the mean time between
+        the other commits."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False

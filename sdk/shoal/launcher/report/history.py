@@ -45,7 +45,7 @@ _FORMAT: Final = 1
 _RUNS: Final = 100
 _MIB: Final = 1024
 _HALF_MADE_S: Final = 3600.0
-"""Maximum age in seconds of a directory without a record that may belong to a run that is just
+"""Age in seconds up to which a directory without a record may belong to a run that is just
 starting."""
 
 

@@ -56,8 +56,8 @@ def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:
-    """Returns one line about a later failure. If its error is the same as the first failure's, the
-    error is omitted."""
+    """Returns one line about a later failure. Omits the error if the first failure has the same
+    error."""
     if failure.message and failure.message == first.message:
         failure = replace(failure, message="the same error")
     return failure_line(failure)

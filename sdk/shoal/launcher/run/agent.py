@@ -89,8 +89,8 @@ class RunResult:
 
 
 class Agent:
-    """Executes one run on this machine. `run` may be called once, on a thread that lives as long as
-    the run."""
+    """Executes one run on this machine. `run` may be called once, on a thread that does not end
+    before the run."""
 
     def __init__(
         self,
@@ -590,9 +590,10 @@ class Agent:
                 self._note(f"{what}; continuing without it")
 
     async def _check_health(self) -> str:
-        """Runs the health checks of this machine, and compares its clock with the coordinator's.
-        Returns the failed checks with their reasons; empty if all passed. If the job has refused
-        this machine because of its health, and all checks pass, the machine is readmitted."""
+        """Runs the health checks of this machine, and compares its clock with the clock of the
+        coordinator. Returns the failed checks with their reasons; empty if all passed. If the job
+        has refused this machine because of its health, and all checks pass, the machine is
+        readmitted."""
         results = await check_machine()
         await self._opened.wait()
         reporter = self._reporter

@@ -79,7 +79,7 @@ class NodeSession:
             address: address (host:port) for the first worker of all nodes to listen on if this
                 launcher gets rank 0.
             on_change: called after each change.
-            on_job_lost: creates the job again if the coordinator no longer knows it; raises
+            on_job_lost: creates the job again if the coordinator no longer has it; raises
                 ShoalError.
         """
         self.standing = Standing(
@@ -135,7 +135,7 @@ class NodeSession:
             try:
                 self._attend()
             except (UnavailableError, DeadlineError):
-                pass  # the coordinator is unreachable, but will still know this member afterwards
+                pass  # the coordinator is unreachable, but will still have this member later
             except ShoalError as error:
                 self._refused(error)
             finally:

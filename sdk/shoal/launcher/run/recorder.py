@@ -1,8 +1,8 @@
 """Records a run for the history (`launcher.report.history`), while it is in progress and when it
 ends.
 
-The recorder makes no decisions. A failure to write a record does not fail the run; the first
-failure becomes a message to the user.
+The recorder makes no decisions. A failure to write a record does not fail the run; only the first
+failure is reported to the user.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RunRecorder:
         """`keeps_output`: True if the recorder must store the run's output, because no other
         process does."""
         self.problems: list[str] = []
-        """Problems as messages to the user; at most one."""
+        """Messages to the user about problems; at most one."""
         self._run = run
         self._keeps_output = keeps_output
         self._workers: list[tuple[str, WorkerExit]] = []

@@ -84,7 +84,7 @@ class Site(Protocol):
         or the coordinator does not respond. Called once the site is open. Blocks for a few seconds
         at most.
 
-        `known`: the job's values that the coordinator loses when the members leave."""
+        `known`: values of the job that the coordinator no longer has once the members have left."""
         ...
 
     def close(self, ending: Ending) -> None:

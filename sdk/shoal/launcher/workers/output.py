@@ -212,7 +212,8 @@ class OutputPump:
 
     def _move(self, source: Source) -> bool:
         """Reads from the source once and copies the data. Returns False if no more data is
-        currently available. Releases the source at the end of its pipe."""
+        currently available. If its pipe has reached end of file, releases the source and returns
+        False."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)
         except BlockingIOError:

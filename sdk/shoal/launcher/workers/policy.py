@@ -53,7 +53,7 @@ class JobEnd(Enum):
     COMPLETED = auto()
     """The script finished."""
     STOPPED = auto()
-    """The job was asked to stop (StopJob), and its script is finishing."""
+    """The job has been asked to stop (StopJob), and its script is finishing."""
     FAILED = auto()
 
     @property

@@ -311,7 +311,7 @@ class RunSettings:
             )
 
     def shutdown_grace(self, *, elastic: bool) -> timedelta:
-        """Returns the time between SIGTERM and SIGKILL after the launcher was asked to exit.
+        """Returns the time between SIGTERM and SIGKILL after the launcher has been asked to exit.
 
         Elastic workers continue to their next step boundary and may then write a checkpoint. A
         caller that cannot wait so long (a batch system) sends SIGKILL itself.

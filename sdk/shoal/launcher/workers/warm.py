@@ -149,7 +149,7 @@ class WarmWorkers:
         """Forks a process from the warm process; returns None if there is no warm process. Raises
         WarmProcessError.
 
-        `apart_from`: variables that may differ from the warm process's.
+        `apart_from`: variables whose values may differ from those in the warm process.
         """
         process = self._process
         if process is None:

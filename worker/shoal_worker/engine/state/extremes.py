@@ -24,7 +24,8 @@ _FOLLOWS: Final = frozenset({"scale", "zero_point"})
 
 
 def find_extremes(module: nn.Module) -> dict[str, Kind]:
-    """Returns the kind of each of a module's buffers that contain minima or maxima, by name."""
+    """Returns the kind (minimum or maximum) of each buffer that contains minima or maxima, by
+    name."""
     found: dict[str, Kind] = {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
@@ -77,16 +78,16 @@ class Extremes:
         kinds: Mapping[str, Kind],
         followers: Iterable[nn.Module],
     ) -> None:
-        """`places`: full name, owner and local name of each buffer. `kinds`: minimum or maximum, by
-        full name. `followers`: fake-quantization modules, whose scale and zero point are
-        recomputed."""
+        """`places`: full name, owner and local name of each buffer. `kinds`: whether each buffer is
+        a minimum or a maximum, by full name. `followers`: fake-quantization modules, whose scale
+        and zero point are recomputed."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
         """Minima and maxima over this rank's finished micro-batches of the step; None before the
-        first has finished."""
+        first micro-batch has finished."""
         self._agreed: dict[str, torch.Tensor] = {}
         """Minima and maxima over the passes of all ranks in the step."""
 
@@ -130,8 +131,8 @@ class Extremes:
         ).encode()
 
     def agree(self, received: Sequence[bytes]) -> None:
-        """Combines the extremes of all ranks, for `write`. `received`: each rank's result of
-        `made`. Raises ConfigurationError on all ranks if shapes differ."""
+        """Combines the extremes of all ranks, which `write` then writes to the buffers. `received`:
+        each rank's result of `made`. Raises ConfigurationError on all ranks if shapes differ."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {

@@ -1,5 +1,5 @@
-"""Placeholders for parameters and gradients that are not stored where torch expects them. They make
-torch's own calls raise instead of returning wrong results.
+"""Placeholders for parameters and gradients that are not stored where torch expects them. With
+them, torch's own methods raise errors instead of returning wrong results.
 
 A module's parameters stay the same objects while their values are freed or sharded, or while their
 gradients are summed into shards. A caller that inspected them at that time would get wrong results,
@@ -8,12 +8,12 @@ own lazy parameters do:
 
 - A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
   raises whenever its values are used.
-- A parameter without a gradient of its own (`hide_gradient`) computes as usual; its `.grad` exists,
-  and raises whenever it is used.
+- A parameter without a gradient of its own (`hide_gradient`) can be used in computations as usual;
+  its `.grad` exists, and raises whenever it is used.
 
-In passes they are plain parameters (`show`). This costs two changes of class per parameter and
-step, and does not slow down the computation. This module does not know how parameters are sharded;
-the callers decide when to hide them.
+In passes they are plain parameters (`show`). This costs two changes of class per parameter per
+step, and does not slow down the computation. This module is independent of how parameters are
+sharded; the callers decide when to hide them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GRADIENT: Final[Any] = torch.Tensor.grad
 """torch's own property `.grad`, overridden by the subclasses below."""
 
 inside = DisableTorchFunctionSubclass
-"""Context in which operations on hidden parameters do not raise errors, for internal code."""
+"""Context for internal code, in which operations on hidden parameters do not raise errors."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
@@ -183,7 +183,7 @@ class _Gradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.as_subclass:
-            # torch's own is untyped
+            # torch's own method is untyped
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         found = next(
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient)
@@ -287,7 +287,7 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `tell` with the unsharded shape if that differs from the
-    tensor's own shape, and torch's function otherwise."""
+    tensor's own shape, and calls torch's function otherwise."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -364,8 +364,9 @@ def hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
-    """Makes Shoal's post-accumulate-grad hooks run after the user's, even if those were registered
-    later. Does nothing within a backward pass, because torch is using the hooks at that time.
+    """Makes Shoal's post-accumulate-grad hooks run after the user's hooks, even if the user has
+    registered them later. Does nothing within a backward pass, because torch is using the hooks at
+    that time.
 
     hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
     """
@@ -406,7 +407,7 @@ def _registering(
 ) -> Callable[..., Any]:
     """Returns a function that replaces a parameter's method for registering hooks, such as
     `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
-    reference to the parameter, which itself refers to the function."""
+    reference to the parameter, because the parameter refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -511,16 +512,16 @@ class Leaves:
         return gradient
 
     def hide_gradients(self) -> None:
-        """Hides the gradients that were moved elsewhere, after a backward pass."""
+        """Hides the gradients that have been moved elsewhere. Called after a backward pass."""
         self._without_gradients = True
         for leaf, place in self._leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """Records that this rank has its part of the summed gradients, including gradients of
-        parameters that only other ranks have used. `present`: for each parameter, True if some rank
-        has used it."""
+        """Records that this rank has received its part of the summed gradients, including gradients
+        of parameters that only other ranks have used. `present`: for each parameter, True if some
+        rank has used it."""
         others = [
             place
             for (_, place), here in zip(self._leaves, present, strict=True)
@@ -533,18 +534,20 @@ class Leaves:
 
     @property
     def have_gradients(self) -> bool:
-        """True if the gradients of some parameters were moved elsewhere."""
+        """True if the gradients of some parameters have been moved elsewhere."""
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:
-        """Makes the gradients ordinary gradients, for autograd, at the beginning of a pass."""
+        """Makes the gradients hidden by `hide_gradients` ordinary gradients again, because autograd
+        needs them at the beginning of a pass. Does not affect parameters whose values are
+        hidden."""
         if self._without_gradients:
             self._without_gradients = False
             for leaf, place in self._leaves:
                 show_gradient(leaf, place)
 
     def forget_gradients(self) -> None:
-        """Removes gradients that autograd has stored in the parameters and that were not moved
+        """Removes gradients that autograd has stored in the parameters and that have not been moved
         elsewhere."""
         for leaf, _ in self._leaves:
             if not isinstance(leaf, _Hidden):

@@ -19,7 +19,7 @@ Place = TypeVar("Place", int, tuple[int, int, int])
 
 
 class ShardsLostError(StateLostError):
-    """Raised when some shard of the model is not on any rank any more."""
+    """Raised when some shard of the model is no longer on any rank."""
 
     def __init__(self, *, lost: int, shards: int) -> None:
         """`lost`: number of lost shards. `shards`: total number of shards."""
@@ -51,7 +51,7 @@ class Claim(Generic[Place]):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """Planned copy, to another rank, of a shard that only one rank has."""
+    """Plan to copy a shard that only one rank has to another rank."""
 
     place: Place
     sender: int
@@ -151,7 +151,8 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses among ranks that can all send the same data: the rank that has sent least so far."""
+    """Chooses, among ranks that can all send the same data, the rank that has sent the least so
+    far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()

@@ -141,8 +141,8 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Returns the keys of entries that hooks compute from parameters: entries that change if the
-    parameters have no elements."""
+    """Returns the keys of entries that hooks compute from parameters. They are found by temporarily
+    removing the parameters' elements, which changes these entries."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
         return []
@@ -244,7 +244,8 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields the buffers without memory for their value in `values`, as (owner, name, value)."""
+    """Yields the buffers for which memory must be allocated before their value in `values` can be
+    loaded, as (owner, name, value)."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

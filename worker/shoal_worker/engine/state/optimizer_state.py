@@ -20,9 +20,9 @@ _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
 
 
 def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value of the optimizer's state has one element per element of the parameter
-    and is sharded with it, as a moment is and a step count is not. `key`: the value's name in the
-    state. `shape`: shape of the parameter, or of its local part."""
+    """Returns whether a value of the optimizer's state has one element for each element of the
+    parameter, and is therefore sharded with it. True for moments, but not for step counts. `key`:
+    the value's name in the state. `shape`: shape of the parameter, or of its local part."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -64,9 +64,9 @@ def load_optimizer(
     """Loads a complete state dict into an optimizer of unsharded parameters. Moments get the memory
     layout of their parameters.
 
-    torch converts everything except "step" to the parameter's dtype, regardless of the dtype that
-    the optimizer has chosen: float32 sums for bfloat16 parameters, integers, a running product. A
-    rank that receives its peers' state must not lose precision.
+    torch's own `load_state_dict` converts everything except "step" to the parameter's dtype, even
+    if the optimizer has chosen a different dtype (float32 sums for bfloat16 parameters, integers, a
+    running product). A rank that receives its peers' state must not lose precision.
 
     Args:
         exact: True if the state was saved with parameters of the same dtypes, so that its values

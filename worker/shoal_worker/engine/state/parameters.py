@@ -2,9 +2,9 @@
 device.
 
 Values that a script sets, such as a file's contents or another model's values, must be the same on
-all ranks. If they differed, no rank would notice, and each would continue with its own. The ranks
-therefore compare digests of the values before they use them. If one rank cannot read the values, no
-rank uses them.
+all ranks. If they differed, no rank would notice, and each would continue with its own values. The
+ranks therefore compare digests of the values before they use them. If one rank cannot read the
+values, no rank uses them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Converts the argument of `with_parameters` to values by name. `own`: the model's unsharded
-    parameters, in order.
+    """Converts the argument of `with_parameters` to a dict of values by parameter name. `own`: the
+    model's unsharded parameters, in order.
 
     Raises:
         ConfigurationError: a name, a shape or the number of elements does not match.
@@ -120,7 +120,7 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
     Strategies move each parameter to separate memory, which would split a shared tensor in two.
     `kept`: True if the strategy leaves parameters where they are. Two parameters may then share
-    memory, but not a parameter and a buffer, because buffers are written at the end of a step.
+    memory. A parameter and a buffer may not, because buffers are written at the end of a step.
     """
     members = [
         _Member(
@@ -254,7 +254,7 @@ T = TypeVar("T")
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     """Returns the result of `read` after checking, in a collective operation, that all ranks have
-    the same result. `kind`: the user's call, for errors.
+    the same result. `kind`: the user's call, which errors name.
 
     Raises:
         ConfigurationError: the results differ between ranks, or `read` failed on another rank.
@@ -289,7 +289,7 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     return value
 
 
-# ---------------------------------------------------------------------- models built without values
+# ------------------------------------------------------------------------ models on the meta device
 
 
 def has_values(module: nn.Module) -> bool:
@@ -299,8 +299,8 @@ def has_values(module: nn.Module) -> bool:
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that state_dict omits (persistent=False), by name. They are sent to peers
-    with the state, because a peer that has no values for them, or has initialized them randomly,
-    would compute different results.
+    with the state, because a peer whose buffers are uninitialized, or have been initialized
+    randomly, would compute different results.
     """
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {

@@ -84,7 +84,7 @@ class PartitionedState(abc.ABC):
         on every rank of `channel`.
 
         Raises:
-            StateLostError (SHARDS_LOST): no rank has some part any more.
+            StateLostError (SHARDS_LOST): some part is no longer on any rank.
             MembershipChanged: the group has ended.
         """
 

@@ -191,7 +191,7 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Commits values that were loaded from another state."""
+        """Commits values that have been loaded from a different state."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 

@@ -92,8 +92,8 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Starts a compressed all-reduce: sums a bucket across the group's ranks, in place.
-        `shapes`: shapes of the bucket's tensors, in memory order.
+        """Starts a compressed in-place all-reduce of a bucket across the group's ranks. `shapes`:
+        shapes of the bucket's tensors, in memory order.
 
         Raises:
             MembershipChanged: the group has ended."""
@@ -113,8 +113,8 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Starts a compressed reduce-scatter: sums the flat `full` across the group's ranks, and
-        stores this rank's part of the sum in `shard`.
+        """Starts a compressed reduce-scatter: sums the flat tensor `full` across the group's ranks,
+        and stores this rank's part of the sum in `shard`.
 
         Raises:
             MembershipChanged: the group has ended."""
@@ -155,9 +155,9 @@ class GradientCompression:
         }
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the state with every rank's residuals, on the first rank of `channel`, for
-        checkpoints. Gathers one bucket at a time, so that only the writing rank needs memory for
-        all residuals."""
+        """Returns the state with every rank's residuals, for checkpoints. Returned on the first
+        rank of `channel` only. Gathers one bucket at a time, so that only this rank needs memory
+        for all residuals."""
         own = _nested(self._reduction.state_dict())
         received = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {

@@ -94,8 +94,8 @@ def completes(session: StrategySession, step: Step) -> bool:
 
 
 def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
-    """Calls `come_after`, and returns whether the collective has not failed. A failure in a step
-    marks the step as failed; a failure between steps raises MembershipChanged."""
+    """Calls `come_after`. Returns False if the collective has failed. A failure in a step marks the
+    step as failed; a failure between steps raises MembershipChanged."""
     with LosingStep(session, raises_outside=True) as waiting:
         come_after(session, group, work)
     return not waiting.failed

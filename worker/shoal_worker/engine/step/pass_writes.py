@@ -45,7 +45,7 @@ _TENSORS: Final = frozenset({torch.Tensor})
 
 
 class WrittenParameters:
-    """Parameters that were written since the step began. Owned by the training thread."""
+    """Parameters that have been written since the step began. Owned by the training thread."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WrittenParameters:
     ) -> None:
         """`stay`: True if only the script can change a parameter's memory address. `compared`: True
         if the values exist between passes and can be compared. `whole`: True if every rank has all
-        parameters, also between steps."""
+        parameters, even between steps."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
@@ -217,8 +217,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def names_beyond_rounding(self) -> list[str]:
-        """Returns the names of written parameters, except parameters that were changed and restored
-        through `.data`, so that their sampled elements differ only by rounding."""
+        """Returns the names of written parameters. Omits parameters that were changed and then
+        restored through `.data`, because their sampled elements differ only by rounding."""
         changed = self._changed()
         if self._elements is None or self._digests or not self._seen:
             return [self._named[index][0] for index in changed]
@@ -349,8 +349,8 @@ class WrittenParameters:
         self._seen, self._updating, self._committed = [], False, None
 
     def _lacking(self, changed: list[int]) -> list[str]:
-        """Returns the names of those written parameters whose values at the step's beginning were
-        not kept."""
+        """Returns the names of the written parameters whose values at the step's beginning were not
+        kept."""
         return [self._named[index][0] for index in changed if index not in self._copies]
 
     def _write_back(self, changed: list[int]) -> None:
@@ -380,7 +380,7 @@ class WrittenParameters:
         self._updating = False
 
     def replaced(self) -> None:
-        """Records that the parameters were loaded from another state."""
+        """Records that the parameters have been loaded from a different state."""
         self.forget()
         self._committed, self.between = None, 0
 
@@ -403,7 +403,7 @@ class SampledElements:
         """Index of each sampled element's tensor."""
 
     def take(self) -> torch.Tensor:
-        """Returns a copy of the sampled elements' bits, in one dtype."""
+        """Returns a copy of the sampled elements' bits, all converted to one dtype."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             self._addresses, self._views, self._owners = addresses, [], []

@@ -6,8 +6,8 @@ gradient reductions may differ between ranks if they use different parameters. I
 one rank's gather could therefore be paired with another rank's reduction.
 
 A failed gather marks the step as failed and does not raise an exception in the pass
-(`failed_collectives.py`). Methods are called on the training thread or, while it waits, on the
-autograd thread of a backward pass.
+(`failed_collectives.py`). Methods are called on the training thread, or on the autograd thread of a
+backward pass while the training thread waits.
 """
 
 from __future__ import annotations

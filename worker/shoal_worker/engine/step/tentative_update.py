@@ -27,7 +27,7 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Undoes the update, or reapplies it if it is undone."""
+        """Undoes the update, or reapplies it if it has been undone."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]

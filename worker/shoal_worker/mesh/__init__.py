@@ -1,4 +1,4 @@
-"""The engine of the strategies `tensor`, `pipeline` and `hybrid`, for models that are split along
+"""The engine of the strategies tensor, pipeline and hybrid, for models that are split along
 up to three axes: pipeline x tensor x data.
 
 `engine` trains. `layouts` determines the mesh for any number of ranks, and where each tensor is

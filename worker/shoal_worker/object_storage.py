@@ -16,6 +16,7 @@ import errno
 import importlib
 import importlib.util
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -117,6 +118,25 @@ def url_in(option: Path) -> str | None:
     is_url(url)
     ObjectFolder.check(url)
     return url
+
+
+def local_directory(option: str | os.PathLike[str], name: str) -> Path:
+    """Returns the directory that a user named for files that grow during a run.
+
+    `name`: name of the option, for the message.
+
+    Raises:
+        ConfigurationError: it is a URL. An object cannot grow, so the files would be missing if the
+            machine disappears.
+    """
+    text = os.fspath(option)
+    scheme, colon, rest = text.partition(":")
+    if colon and rest.startswith("/") and scheme in (*_BACKENDS, _MEMORY, "file"):
+        raise ConfigurationError(
+            f"{name} {scheme}://{rest.lstrip('/')}: expected a directory, because its files grow "
+            "during the run; use a directory on a disk, and copy it to the storage afterwards"
+        )
+    return Path(text)
 
 
 def local_path(place: str | Path) -> Path:

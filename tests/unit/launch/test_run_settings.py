@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shoal.cli.terminal.console import run_to_exit
 from shoal.launcher.clusters.jobs import new_job_id
 from shoal.launcher.workers import settings as launcher_settings
 from shoal.launcher.workers.settings import (
@@ -154,6 +155,13 @@ class TestLogs:
         logs = LogSettings.parse(directory=tmp_path, redirects="0", tee="0", console_ranks="")
         assert logs.to_console(1, Streams.ERR)
         assert logs.to_file(1, Streams.ERR)
+
+    def test_a_url_is_refused_before_anything_starts(self) -> None:
+        logs = LogSettings(directory=Path("s3://bucket/logs"))
+        with pytest.raises(ConfigurationError, match="--log-dir s3://bucket/logs: expected a dir"):
+            run_to_exit(settings(logs=logs))
+        with pytest.raises(ConfigurationError, match="--record-dir gs://bucket/r: expected a dir"):
+            run_to_exit(settings(record_directory=Path("gs://bucket/r")))
 
     def test_redirects_leave_the_console(self, tmp_path: Path) -> None:
         logs = LogSettings.parse(directory=tmp_path, redirects="0:1,1:2", tee="0", console_ranks="")

@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import shoal
 import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
@@ -200,3 +202,24 @@ def test_datasets_that_are_put_side_by_side_train() -> None:
     side_by_side = StackDataset(x=TensorDataset(X), y=TensorDataset(X.sum(1, keepdim=True)))
     make_trainer(True).fit(net, DataLoader(side_by_side, batch_size=8))
     assert net.seen["train"] == [8, 8, 6] * 2
+
+
+def test_checkpoints_go_to_a_url_and_the_next_fit_resumes_from_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.integrations.lightning import Checkpoints
+
+    url = "memory://bucket/fit"
+    monkeypatch.setenv("SHOAL_STAGING_DIR", str(tmp_path / "staging"))
+    fsspec.filesystem("memory").store.clear()
+
+    def fit(epochs: int) -> int:
+        net, callback = make_net(), Checkpoints(url, resume=True)
+        trainer = make_trainer(True, max_epochs=epochs, callbacks=[callback])
+        trainer.fit(net, DataLoader(DATA, batch_size=11))
+        shoal.shutdown()
+        return len(net.seen["train"])
+
+    assert shoal.launch(fit, 1, world_size=1) == [2]
+    assert shoal.launch(fit, 2, world_size=1) == [2]
+    assert shoal.load_full_state(url)["layer.weight"].shape == (1, 4)

@@ -3,10 +3,13 @@ transformers about the process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
@@ -28,7 +31,7 @@ DATA = [{"x": torch.full((4,), float(number)), "y": torch.ones(1)} for number in
 
 
 def make(
-    directory: Path,
+    directory: str | Path,
     *,
     strategy: str = "ddp",
     options: dict[str, Any] | None = None,
@@ -115,6 +118,62 @@ def test_a_process_trains_once(tmp_path: Path) -> None:
     assert trainer.train().global_step == 2
     with pytest.raises(PreconditionError, match=r"train\(\) was called twice"):
         trainer.train()
+
+
+URL = "memory://bucket/run"
+
+
+def test_checkpoints_go_to_a_url_and_the_next_run_resumes_from_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the checkpoints do: transformers' own files have no directory there, and no directory
+    with the name of the URL is created."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_STAGING_DIR", str(tmp_path / "staging"))
+    fsspec.filesystem("memory").store.clear()
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+    def train(steps: int) -> tuple[int, int]:
+        trainer = make(URL, max_steps=steps, **options)
+        seen: list[int] = []
+        trainer.training_step = _counted(trainer.training_step, seen)
+        trainer.train(resume_from_checkpoint=True)
+        with pytest.raises(ConfigurationError, match="expected a local directory"):
+            trainer.save_model()
+        trainer.model_wrapped.save_model(f"{URL}/model.safetensors")
+        trainer.save_model(str(tmp_path / "model"))
+        shoal.shutdown()
+        return trainer.state.global_step, len(seen)
+
+    assert shoal.launch(train, 2, world_size=1) == [(2, 2)]
+    assert shoal.launch(train, 3, world_size=1) == [(3, 1)]
+    assert shoal.load_full_state(URL)["layer.weight"].shape == (1, 4)
+    assert (tmp_path / "model").is_dir()
+    assert not list(tmp_path.glob("memory*"))
+
+
+def _counted(training_step: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
+    def counted(*arguments: Any) -> Any:
+        seen.append(1)
+        return training_step(*arguments)
+
+    return counted
+
+
+def test_the_best_model_cannot_be_loaded_from_a_url() -> None:
+    with pytest.raises(ConfigurationError, match=r"load_full_state\(output_dir, best=True\)"):
+        make(
+            URL,
+            load_best_model_at_end=True,
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+        )
+
+
+def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
+    assert make(tmp_path.as_uri()).args.output_dir == str(tmp_path)
 
 
 def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:

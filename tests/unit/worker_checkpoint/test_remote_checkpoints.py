@@ -24,7 +24,7 @@ from shoal_common.errors import (
 from shoal_worker.checkpoint.files import read_checkpoint, write_checkpoint
 from shoal_worker.checkpoint.manifest import NAME, CheckpointInfo
 from shoal_worker.checkpoint.remote import RemoteCheckpoints
-from shoal_worker.object_storage import ObjectFolder, is_url, local_path
+from shoal_worker.object_storage import ObjectFolder, is_url, local_directory, local_path
 from shoal_worker.state.tree import Snapshot
 from torch import nn
 
@@ -101,6 +101,18 @@ def test_a_wrong_url_is_refused(place: str | Path, message: str) -> None:
 def test_a_file_url_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="an absolute path on this machine"):
         local_path("file://elsewhere/run")
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/logs", Path("gs://bucket/logs"), "file:///logs"])
+def test_files_that_grow_during_a_run_cannot_be_at_a_url(place: str | Path) -> None:
+    url = str(place).replace(":/b", "://b").replace("file:///", "file://")
+    with pytest.raises(ConfigurationError, match=f"--log-dir {url}: expected a directory"):
+        local_directory(place, "--log-dir")
+
+
+@pytest.mark.parametrize("path", ["logs", "/logs/a:b", Path("a:b/logs"), "C:/logs"])
+def test_other_directories_of_such_files_are_accepted(path: str | Path) -> None:
+    assert local_directory(path, "--log-dir") == Path(path)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

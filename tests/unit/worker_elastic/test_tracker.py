@@ -313,6 +313,11 @@ def test_tensorboard_reads_it_as_one_run(tmp_path: Path) -> None:
     assert points(tmp_path, "shoal/loss") == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
+def test_tensorboards_files_cannot_be_at_a_url() -> None:
+    with pytest.raises(ConfigurationError, match="TensorBoard: s3://bucket/logs: expected a dir"):
+        shoal.TensorBoard("s3://bucket/logs")
+
+
 def test_without_the_package_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

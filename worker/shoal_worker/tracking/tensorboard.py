@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal_common.errors import ConfigurationError
 
+from shoal_worker.object_storage import local_directory
 from shoal_worker.tracking.sinks import Event, Points, Report, TrackedRun
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ class TensorBoard:
         """Creates the sink. `directory`: directory for this run only, created if it does not exist.
         `tensorboard --logdir` shows the directory or its parent.
 
-        Raises ConfigurationError if the package is not installed.
+        Raises ConfigurationError if the package is not installed, or `directory` is a URL.
         """
+        place = local_directory(directory, "shoal.TensorBoard:")
         try:
             # the import takes seconds, and would later delay steps by holding the interpreter's
             # lock
@@ -45,7 +46,7 @@ class TensorBoard:
                 "'shoal[tensorboard]'`"
             ) from error
         # the file is opened much later, and other ranks may open files too
-        self._directory = Path(directory).absolute()
+        self._directory = place.absolute()
         self._writer: SummaryWriter | None = None
 
     def open(self, *, run: TrackedRun, step: int) -> None:

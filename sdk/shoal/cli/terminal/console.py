@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from shoal_common.errors import ConfigurationError, ShoalError
+from shoal_worker.object_storage import local_directory
 
 from shoal.cli.terminal.plot import check_plot, draw
 from shoal.cli.terminal.progress import BarWriter, PlainLines
@@ -72,6 +73,7 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
 def _check_record_directory(directory: Path) -> None:
     """Creates the record directory before any worker starts. Raises ConfigurationError if workers
     could not write to it."""
+    local_directory(directory, "--record-dir")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,6 +89,8 @@ def _check_record_directory(directory: Path) -> None:
 def _run(settings: RunSettings, *, live: bool) -> RunExit:
     if settings.plot is not None:
         check_plot(settings.plot)
+    if settings.logs.directory is not None:
+        local_directory(settings.logs.directory, "--log-dir")
     if settings.record_directory is not None:
         _check_record_directory(settings.record_directory)
     with ExitStack() as stack:

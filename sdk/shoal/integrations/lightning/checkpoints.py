@@ -32,7 +32,8 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """
         Args:
-            directory: directory shared by all ranks, or local to the first rank's machine.
+            directory: directory shared by all ranks, or local to the first rank's machine; or a
+                URL of an object storage (docs/guides/object-storage.md).
             every_n_steps: saves after steps whose number in the run is a multiple of this; None:
                 after each epoch.
             keep: number of checkpoints to keep, a positive integer.
@@ -48,7 +49,7 @@ class Checkpoints(Checkpoint):
                 raise ConfigurationError(
                     f"Checkpoints({name}={value!r}): expected a positive integer"
                 )
-        self.directory = Path(directory)
+        self.directory = directory
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.resume = resume

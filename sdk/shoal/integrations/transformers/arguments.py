@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, PartialState
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.object_storage import is_url, local_path
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
@@ -76,12 +77,16 @@ class TrainingArguments(transformers.TrainingArguments):
     Creating the arguments joins the job (`shoal.init()`). They must be created before the Trainer.
     """
 
+    output_dir: str
+    """Directory or URL for checkpoints."""
     use_cpu: bool
     """True to ignore GPUs. Set to True automatically if there are none."""
 
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as in `shoal.device()`
         super().__post_init__()
+        if self.output_dir.startswith("file://"):
+            self.output_dir = str(local_path(self.output_dir))
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -129,6 +134,13 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
             raise ConfigurationError(
                 f"{name}={value!r} is not supported by Shoal's Trainer: {instead}"
             )
+    if args.load_best_model_at_end and is_url(args.output_dir):
+        raise ConfigurationError(
+            f"load_best_model_at_end=True is not supported with the URL {args.output_dir!r}, since "
+            "the best checkpoint may not be uploaded at the end of train(); set only "
+            "metric_for_best_model, and read it after the run with "
+            "shoal.load_full_state(output_dir, best=True)"
+        )
     if args.fp16 and args.device.type == "cpu":
         raise ConfigurationError(
             "fp16=True needs a GPU, since transformers silently trains in float32 on a CPU; use "

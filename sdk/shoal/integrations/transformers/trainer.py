@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from shoal_worker.checkpoint.place import Place
 from shoal_worker.checkpoint.saving import CheckpointSaver
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.object_storage import is_url
 from shoal_worker.strategies.model import ShardedModel
 from torch import nn
 from transformers.trainer_callback import TrainerState
@@ -78,9 +80,16 @@ class Trainer(transformers.Trainer):
         options = dict(strategy_options or {})
         check_arguments(args, strategy, options)
         self._strategy, self._options = strategy, options
-        self._resume_from: Path | None = None
+        self._resume_from: str | Path | None = None
         self._trained = False
-        super().__init__(model, args, *rest, **named)
+        output_dir = args.output_dir
+        if not is_url(output_dir):
+            super().__init__(model, args, *rest, **named)
+            return
+        # transformers creates a local directory with the name of output_dir
+        with tempfile.TemporaryDirectory(prefix="shoal-trainer-") as args.output_dir:
+            super().__init__(model, args, *rest, **named)
+        args.output_dir = output_dir
 
     model_wrapped: Any
     """Distributed model; a `ShardedModel` once a call has needed it."""
@@ -181,7 +190,7 @@ class Trainer(transformers.Trainer):
         """Trains like transformers' own Trainer. Workers may die and join during training.
 
         Args:
-            resume_from_checkpoint: directory of checkpoints; training resumes from the newest
+            resume_from_checkpoint: directory or URL of checkpoints; resumes from the newest
                 checkpoint in it, if there is one. True: `output_dir`.
             trial: must be None.
             ignore_keys_for_eval: as in transformers' own Trainer.
@@ -202,7 +211,7 @@ class Trainer(transformers.Trainer):
             )
         self._trained = True
         if resume_from_checkpoint:
-            self._resume_from = Path(
+            self._resume_from = (
                 self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint
             )
         return super().train(None, None, ignore_keys_for_eval)
@@ -462,9 +471,9 @@ class Trainer(transformers.Trainer):
             return
         is_best = state.best_global_step == state.global_step and math.isfinite(state.best_metric)
         place = Place.of(args.output_dir, session.settings)
-        path = Path(args.output_dir) / f"step-{state.global_step}"
+        name = f"step-{state.global_step}"
         if is_best:
-            state.best_model_checkpoint = str(path)
+            state.best_model_checkpoint = place.text(name)
         saver = CheckpointSaver.of(session)
         while True:
             api.save_checkpoint(
@@ -474,7 +483,7 @@ class Trainer(transformers.Trainer):
                 mode=("max" if args.greater_is_better else "min") if is_best else None,
             )
             if not (is_best and args.load_best_model_at_end) or saver.is_written(
-                session, place, path.name
+                session, place, name
             ):
                 return
 
@@ -499,9 +508,20 @@ class Trainer(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the unsharded model as transformers' own Trainer does. Must be called on every
-        rank; one process writes the files."""
+        rank; one process writes the files.
+
+        Raises:
+            ConfigurationError: the directory is a URL.
+        """
+        output_dir = output_dir or self.args.output_dir
+        if is_url(output_dir):
+            raise ConfigurationError(
+                f"save_model({output_dir!r}): expected a local directory, because transformers "
+                "writes the files; pass one, or save the values alone with "
+                f"trainer.model_wrapped.save_model('{output_dir}/model.safetensors')"
+            )
         state = self._distribute().full_state_dict()
-        self._save(output_dir or self.args.output_dir, state_dict=state)
+        self._save(output_dir, state_dict=state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Rejects the call, since a job trains a single model.

@@ -215,7 +215,9 @@ def test_checkpoints_go_to_a_url_and_the_next_fit_resumes_from_it(
 
     def fit(epochs: int) -> int:
         net, callback = make_net(), Checkpoints(url, resume=True)
-        trainer = make_trainer(True, max_epochs=epochs, callbacks=[callback])
+        trainer = make_trainer(
+            True, max_epochs=epochs, callbacks=[callback], enable_checkpointing=True
+        )
         trainer.fit(net, DataLoader(DATA, batch_size=11))
         shoal.shutdown()
         return len(net.seen["train"])

@@ -17,6 +17,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from shoal.launcher.machines.notices import NoticeWatch
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.changes import JobEvent
-from shoal.launcher.report.course import Course
+from shoal.launcher.report.course import Course, history_of
 from shoal.launcher.report.follower import RunFollower, Show
 from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_line
@@ -254,10 +255,16 @@ class Agent:
             for event in events
             if event.kind == "generation_formed"
         ]
-        known = {
+        known: dict[str, Any] = {
             "newest_step": self.course.steps if self.course.has_begun else 0,
             "steps_in_all": self.course.steps_in_all,
             "world_size": sizes[-1] if sizes else 0,
+            "history": history_of(
+                self.course,
+                ranks=sizes[-1] if sizes else 0,
+                now_ns=time.monotonic_ns(),
+                now_unix_ms=time.time_ns() // 1_000_000,
+            ),
         }
         page = await self._in_thread(lambda: self._site.saved_page(known))
         recorder.keep(

@@ -34,7 +34,8 @@ _DEADLINE_S = 120.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(
-    r"^shoal: step N\b|: the others are waiting for rank N |: step N is lost: "
+    r"^shoal: step N\b|^shoal: waiting for .* since the start$|"
+    r": the others are waiting for rank N |: step N is lost: "
 )
 """Output that depends on the machine's speed and on the current activity of a killed rank. It is
 not compared."""

@@ -154,6 +154,17 @@ def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each
     assert re.fullmatch(rf"shoal: cannot read the run recorded in {broken}: .*\n", err)
 
 
+def test_the_status_page_of_a_run_of_a_few_steps_has_its_losses(ended: Shell) -> None:
+    page = re.search(r"in a browser: file://(\S+)", told(ended, "status", "--run", "bad"))
+    assert page is not None
+    saved = re.search(r'id="saved">(.*?)</script>', Path(page[1]).read_text(), re.DOTALL)
+    assert saved is not None
+    points = json.loads(saved[1])["/api/job"]["history"]
+    assert any(loss is not None for _, _, loss, _, _ in points), points
+    assert points[-1][1] == STEPS
+    assert len(points) > 1
+
+
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 def test_the_status_page_of_a_finished_run_opens_from_disk(ended: Shell, tmp_path: Path) -> None:
     page = re.search(r"in a browser: (file:\S+)", told(ended, "status", "--run", "good"))

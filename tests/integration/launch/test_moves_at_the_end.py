@@ -73,7 +73,7 @@ class Site(MovingSite):
             self.taken.set()
         return await super().place(again=again)
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         return None
 
     async def moved(self) -> None:

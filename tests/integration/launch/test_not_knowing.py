@@ -4,6 +4,7 @@ launcher runs in this process with real workers."""
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from shoal.launcher.clusters.cluster import LocalCluster
 from shoal.launcher.clusters.jobs import JobSettings
-from shoal.launcher.run import nodes
+from shoal.launcher.run import agent, nodes
 from shoal.launcher.run.agent import Agent
 from shoal.launcher.run.nodes import SharedSite
 from shoal.launcher.run.reporter import ExitReport, ExitReporter, JobNews
@@ -53,6 +54,9 @@ class Reporter(ExitReporter):
         news = self.news()
         return ExitReport(was_member=news.ours > 0, rank=-1, job=news) if news is not None else None
 
+    def missing_servers(self) -> str:
+        return ""
+
     def close(self) -> None:
         """Does nothing: no report is in flight."""
 
@@ -80,7 +84,7 @@ class MovingSite:
     async def place(self, *, again: bool) -> NodePlacement:
         return NodePlacement(node_rank=0, node_count=1, master_address="127.0.0.1", master_port=1)
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         return None
 
     async def moved(self) -> None:
@@ -95,6 +99,22 @@ class MovingSite:
 
     def close(self, ending: Ending) -> None:
         """Does nothing: nothing was started."""
+
+
+class SlowSite(MovingSite):
+    """A site whose coordinator responds once `opened` is set."""
+
+    def __init__(self, reporter: Reporter, after_moved: Callable[[], bool]) -> None:
+        super().__init__(reporter, after_moved)
+        self.opened = threading.Event()
+
+    async def open(self, launcher_id: str) -> ExitReporter:
+        while not self.opened.is_set():
+            await asyncio.sleep(0.01)
+        return self.reporter
+
+    async def moved(self) -> None:
+        await asyncio.Event().wait()
 
 
 def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
@@ -150,6 +170,36 @@ def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
     )
     assert (status, starts) == (0, 1), said
     assert "restarting all workers" not in said
+
+
+def test_a_start_that_takes_long_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_TELL_EVERY_S", 0.05)
+    monkeypatch.setattr(agent, "_TELL_AGAIN_S", 0.2)
+    settings = RunSettings(
+        command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1
+    )
+    site = SlowSite(Reporter(news(ours=0)), after_moved=lambda: False)
+    said: list[str] = []
+
+    def note(text: str) -> None:
+        said.append(text)
+        if "the coordinator" in text:
+            site.opened.set()
+        if sum(line.startswith("waiting for 1 of 1 workers to join") for line in said) > 1:
+            (tmp_path / "done").touch()
+
+    monkeypatch.chdir(tmp_path)
+    pump = OutputPump(lambda _stream, _data: None)
+    try:
+        result = Agent(settings, site, pump=pump, note=note, colour=False).run()
+    finally:
+        pump.close(nodes._CONNECT_TIMEOUT)
+    assert result.exit_code == 0, said
+    waits = [line for line in said if line.startswith("waiting for ")]
+    assert any(re.fullmatch(r"waiting for .*the coordinator.*; \d+ s since .*", w) for w in waits)
+    assert waits[-1].startswith("waiting for 1 of 1 workers to join (a script that does not use")
 
 
 def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(

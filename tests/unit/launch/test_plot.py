@@ -99,6 +99,15 @@ def test_ticks_are_plain_numbers(tmp_path: Path, losses: list[float], expected: 
     assert not [word for word in said if re.search(r"10\s*-?\d$|\d[eE][-+]\d|×", word)], said
 
 
+def test_the_only_value_of_a_short_run_is_a_dot(tmp_path: Path) -> None:
+    markers = []
+    for losses in ([2.0], [2.0, 1.0]):
+        draw(figures(losses), tmp_path / "run.svg", title="run")
+        markers.append((tmp_path / "run.svg").read_text().count("fill: #1f77b4"))
+    one, two = markers
+    assert one > two
+
+
 def test_reported_numbers_have_a_panel_each(tmp_path: Path) -> None:
     file = tmp_path / "run.svg"
     draw(figures([0.5, math.nan, 0.4], accuracy=0.9, lr=0.001), file, title="t")

@@ -9,6 +9,7 @@ import pytest
 from shoal.cli.terminal.live import LiveView
 from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.report.account import RunAccount, figures_lines
+from shoal.launcher.report.course import Point, history_of, until_last_commit
 from shoal.launcher.report.follower import RunFollower
 from shoal.launcher.workers.output import Stream
 from shoal_common.formats.tally import Counts, Tally, TallyWriter, read_tally
@@ -111,6 +112,38 @@ def test_what_workers_report_is_in_the_course_as_the_mean_of_those_that_are_ther
         {"accuracy": pytest.approx(0.6), "lr": pytest.approx(0.1)},
         {"accuracy": 0.9, "lr": 0.1, "\N{GREEK SMALL LETTER MU}": 1.0},
     ]
+
+
+def test_a_run_of_a_few_steps_has_points_for_the_status_page(run: Run) -> None:
+    run.join("a")
+    run.steps(1, 3, "a", generation=1)
+    course = run.account.course
+    assert history_of(course, ranks=1, now_ns=0, now_unix_ms=0) == []
+    run.look()
+    run.clock.ns += 1_000_000_000
+    run.look(settle=True)
+    assert len(course.points) == 2
+    later_ns = course.last_ns + 5_000_000_000
+    start, end = history_of(course, ranks=1, now_ns=later_ns, now_unix_ms=1_000_000)
+    seconds = (course.last_ns - course.began_ns) / 1e9
+    assert start == [pytest.approx(995_000 - 1000 * seconds, abs=2), 0, None, None, 1]
+    assert end[:2] == [995_000, 3]
+    assert end[2:] == [course.points[0].loss, course.points[0].samples_per_s, 1]
+
+
+def test_a_loss_that_is_reported_after_the_last_step_belongs_to_the_last_point() -> None:
+    def point(at_ns: int, loss: float, count: int) -> Point:
+        return Point(
+            at_ns=at_ns, steps=at_ns, samples=0, samples_per_s=at_ns, loss=loss, loss_count=count
+        )
+
+    nothing = point(7, float("nan"), 0)
+    first, last = point(2, 4.0, 1), point(5, 3.0, 3)
+    assert until_last_commit([first], 2) == [first]
+    assert until_last_commit([first, last], 5) == [first, last]
+    (kept, folded) = until_last_commit([first, last, nothing, point(8, 1.0, 1)], 4)
+    assert kept == first
+    assert (folded.at_ns, folded.loss, folded.loss_count, folded.samples_per_s) == (4, 2.5, 4, 5)
 
 
 def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(

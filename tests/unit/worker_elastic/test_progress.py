@@ -172,8 +172,23 @@ def test_numbers_that_are_reported_after_the_last_step_reach_the_launcher(tmp_pa
     meter.report({"accuracy": 0.5})
     meter.committed(steps=1, samples=4, loss=None)
     meter.tally(1, 4, 4, generation=1, asynchronous=False)
-    meter.report({"accuracy": 0.75})
-    meter.write_reported()
+    meter.report({"accuracy": 0.75, "loss": 2.0})
+    meter.write_last()
     tally = read_tally(tmp_path / "tally")
     assert tally is not None
     assert tally.metrics == {"accuracy": 0.75}
+    assert (tally.steps, tally.counts.commits) == (1, 1)
+    assert (tally.counts.losses, tally.counts.loss_sum, tally.counts.loss) == (1, 2.0, 2.0)
+
+
+def test_a_round_that_was_pushed_stays_pushed_as_the_last_numbers_are_written(
+    tmp_path: Path,
+) -> None:
+    meter = ProgressMeter(WorkerMetrics())
+    meter.tally_writer = TallyWriter(tmp_path / "tally")
+    meter.tally(1, 4, 4, generation=1, asynchronous=True, pushed=False)
+    meter.round_pushed()
+    meter.write_last()
+    tally = read_tally(tmp_path / "tally")
+    assert tally is not None
+    assert (tally.own_steps, tally.own_samples) == (1, 4)

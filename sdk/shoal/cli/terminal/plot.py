@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shoal_common.errors import ConfigurationError
 from shoal_worker.object_storage import url_in, write_object
 
+from shoal.launcher.report.course import until_last_commit
 from shoal.ticks import is_wide, logarithmic, plain
 
 if TYPE_CHECKING:
@@ -140,13 +141,11 @@ def _at(counts: list[tuple[float, int]], second: float) -> float:
 
 
 def _shown(figures: RunFigures) -> list[tuple[float, Point]]:
-    """Returns the points to draw, each with its time in seconds since the first step. Omits points
-    after the last commit."""
-    end_ns = figures.began_ns + figures.seconds * 1e9
-    whole = sum(point.at_ns < end_ns for point in figures.points) + 1
+    """Returns the points to draw, each with its time in seconds since the first step."""
+    end_ns = figures.began_ns + round(figures.seconds * 1e9)
     return [
-        (min(point.at_ns - figures.began_ns, figures.seconds * 1e9) / 1e9, point)
-        for point in figures.points[:whole]
+        ((point.at_ns - figures.began_ns) / 1e9, point)
+        for point in until_last_commit(figures.points, end_ns)
     ]
 
 
@@ -155,7 +154,13 @@ def _metric_names(figures: RunFigures) -> list[str]:
 
 
 def _line(panel: Any, series: Sequence[tuple[float, float]], name: str) -> None:
-    panel.plot([at for at, _ in series], [value for _, value in series], color="C0", linewidth=1.2)
+    panel.plot(
+        [at for at, _ in series],
+        [value for _, value in series],
+        color="C0",
+        linewidth=1.2,
+        marker="o" if len(series) == 1 else None,  # a line through one point is invisible
+    )
     panel.set_ylabel(name)
     panel.grid(alpha=0.25, linewidth=0.6)
 

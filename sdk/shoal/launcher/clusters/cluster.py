@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final, Self
+from typing import IO, TYPE_CHECKING, Any, Final, Self
 from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
@@ -37,6 +37,7 @@ START_TIMEOUT: Final = timedelta(seconds=60)
 POLL_INTERVAL: Final = timedelta(milliseconds=5)
 _STOP_GRACE: Final = timedelta(seconds=10)
 _PAGE_TIMEOUT_S: Final = 2.0
+_FEW_LOSSES: Final = 3
 
 
 StartService = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Child]
@@ -279,11 +280,12 @@ class LocalCluster:
         """Services that have been started, the coordinator first."""
         return [service for service in (self.coordinator, *self.servers) if service.started]
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         """Returns the job's status page with its data included, so that a browser can open it from
         a file. Returns None if the coordinator does not respond. Blocks for a few seconds at most.
 
-        `known`: values that replace the job's own values.
+        `known`: values that replace the job's own values; its "history" only replaces a history
+        with fewer than `_FEW_LOSSES` losses.
         """
         from http.client import HTTPException
 
@@ -292,7 +294,7 @@ class LocalCluster:
         except (OSError, HTTPException, ValueError, KeyError):
             return None
 
-    def _saved_page(self, known: Mapping[str, int]) -> str:
+    def _saved_page(self, known: Mapping[str, Any]) -> str:
         from http.client import HTTPConnection
 
         host, _, port = self.coordinator.addresses.http.rpartition(":")
@@ -311,8 +313,14 @@ class LocalCluster:
             path.partition("?")[0]: json.loads(text)
             for path, text in zip(paths[1:], data, strict=True)
         }
-        for job in (saved["/api/job"], *saved["/api/jobs"]["jobs"]):
+        shown = saved["/api/job"]
+        kept, known = shown["history"], dict(known)
+        history = known.pop("history", [])
+        for job in (shown, *saved["/api/jobs"]["jobs"]):
             job |= known
+        # the coordinator records a point per second, and a short run may end before the first
+        losses = sum(point[2] is not None for point in kept)
+        shown["history"] = history if history and losses < _FEW_LOSSES else kept
         # within a script element, only "<" could close it
         text = json.dumps(saved).replace("<", "\\u003c")
         return page.replace(

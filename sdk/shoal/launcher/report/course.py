@@ -9,8 +9,9 @@ that is also several times as long as a usual step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -351,6 +352,48 @@ class Course:
     @property
     def _newest(self) -> Tally:
         return max(self._tallies.values(), key=lambda tally: (tally.spans[-1].last_ns, tally.steps))
+
+
+def until_last_commit(points: Sequence[Point], last_ns: int) -> list[Point]:
+    """Returns the points up to the last commit, at `last_ns`. Numbers reported after it belong to
+    the last of these points."""
+    before = [point for point in points if point.at_ns < last_ns]
+    after = points[len(before) :]
+    if not after:
+        return before
+    last = dataclasses.replace(
+        functools.reduce(_joined, after), at_ns=last_ns, samples_per_s=after[0].samples_per_s
+    )
+    return [*before, last]
+
+
+def history_of(
+    course: Course, *, ranks: int, now_ns: int, now_unix_ms: int
+) -> list[list[float | None]]:
+    """Returns the course as points of the status page: [unix_ms, step, loss, samples_per_s, ranks].
+    The first point is the start of the run.
+
+    `ranks`: number of ranks. `now_ns`, `now_unix_ms`: the current time by both clocks.
+    """
+
+    def unix_ms(at_ns: int) -> int:
+        return now_unix_ms - (now_ns - at_ns) // 1_000_000
+
+    if not course.has_begun:
+        return []
+    return [
+        [unix_ms(course.began_ns) - 1, course.steps_before, None, None, ranks],
+        *(
+            [
+                unix_ms(point.at_ns),
+                point.steps,
+                None if math.isnan(point.loss) else point.loss,
+                point.samples_per_s,
+                ranks,
+            ]
+            for point in until_last_commit(course.points, course.last_ns)
+        ),
+    ]
 
 
 def _joined(first: Point, second: Point) -> Point:

@@ -17,6 +17,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,11 +34,12 @@ from shoal.launcher.machines.notices import NoticeWatch
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.changes import JobEvent
-from shoal.launcher.report.course import Course
+from shoal.launcher.report.course import Course, history_of
 from shoal.launcher.report.follower import RunFollower, Show
 from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_line
 from shoal.launcher.run.site import MACHINE_REFUSED, Ending, RunCompletedError, Site
+from shoal.launcher.run.waits import awaited
 from shoal.launcher.workers.environment import NodePlacement
 from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
@@ -52,6 +54,8 @@ T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TELL_EVERY_S: Final = 10.0
+_TELL_AGAIN_S: Final = 25.0
+"""Seconds without output after which the same line about the start is printed again."""
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
 _TELL_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
@@ -225,6 +229,7 @@ class Agent:
             self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
             self._spawn(self._open())
+            self._spawn(self._tell_waits())
             try:
                 return await self._finished
             finally:
@@ -254,10 +259,16 @@ class Agent:
             for event in events
             if event.kind == "generation_formed"
         ]
-        known = {
+        known: dict[str, Any] = {
             "newest_step": self.course.steps if self.course.has_begun else 0,
             "steps_in_all": self.course.steps_in_all,
             "world_size": sizes[-1] if sizes else 0,
+            "history": history_of(
+                self.course,
+                ranks=sizes[-1] if sizes else 0,
+                now_ns=time.monotonic_ns(),
+                now_unix_ms=time.time_ns() // 1_000_000,
+            ),
         }
         page = await self._in_thread(lambda: self._site.saved_page(known))
         recorder.keep(
@@ -369,6 +380,32 @@ class Agent:
             await asyncio.sleep(_TELL_EVERY_S)
             if missing := await self._in_thread(reporter.missing_servers):
                 self._note(f"job {self._settings.job_id}: {missing}")
+
+    async def _tell_waits(self) -> None:
+        """Prints what the start is waiting for whenever nothing has been printed for ten seconds,
+        until the first step is committed."""
+        loop = asyncio.get_running_loop()
+        began = told_at = loop.time()
+        last = ""
+        while not (self._follower.account.course.has_begun or self._ending):
+            await asyncio.sleep(_TELL_EVERY_S / 10)
+            # a stopped terminal has not accepted the last line yet
+            quiet_s = min(self._pump.quiet_s, loop.time() - told_at)
+            seconds = loop.time() - began
+            if quiet_s < _TELL_EVERY_S:
+                continue
+            waits = awaited(
+                checking=self._health is not None and not self._health.done(),
+                importing=not self._starter.warm.is_settled,
+                open_=self._reporter is not None,
+                workers=self._settings.workers,
+                started=len(self._workers),
+                joined=sum(worker.has_joined for worker in self._workers),
+                seconds=seconds,
+            )
+            if waits and (waits != last or quiet_s >= _TELL_AGAIN_S):
+                last, told_at = waits, loop.time()
+                self._note(f"waiting for {waits}; {seconds:.0f} s since the start")
 
     async def _is_elastic(self) -> bool:
         """Waits until it is known whether this launcher's workers have joined the job, and returns

@@ -19,7 +19,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import (
@@ -195,7 +195,7 @@ class SharedSite:
                     f"could not tell the launchers on other machines that this one failed: {error}"
                 )
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         """Returns None, because a shared coordinator serves the page itself and outlives the
         run."""
         return None

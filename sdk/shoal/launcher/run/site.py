@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from shoal_common.errors import PreconditionError
 from shoal_common.formats.runs import Run
@@ -79,12 +79,14 @@ class Site(Protocol):
         everywhere. Blocks for a few seconds at most; never raises an error."""
         ...
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         """Returns the status page of the run with its data included; None if the site has no page
         or the coordinator does not respond. Called once the site is open. Blocks for a few seconds
         at most.
 
-        `known`: values of the job that the coordinator no longer has once the members have left."""
+        `known`: values of the job that the coordinator no longer has once the members have left.
+        Its "history" is used if the coordinator recorded hardly any losses, because the run took a
+        few seconds."""
         ...
 
     def close(self, ending: Ending) -> None:

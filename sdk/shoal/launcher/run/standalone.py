@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal_common.formats.runs import Run
 
@@ -82,7 +82,7 @@ class StandaloneSite:
     def fail(self, reason: str) -> None:
         """Does nothing, since there are no other launchers."""
 
-    def saved_page(self, known: Mapping[str, int]) -> str | None:
+    def saved_page(self, known: Mapping[str, Any]) -> str | None:
         return self._cluster.saved_page(known)
 
     def close(self, ending: Ending) -> None:

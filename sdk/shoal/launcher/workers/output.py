@@ -13,6 +13,7 @@ import os
 import queue
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -127,7 +128,8 @@ class OutputPump:
     exited."""
 
     def __init__(self, write: Writer) -> None:
-        self._write = write
+        self._writer = write
+        self._written_at = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -135,6 +137,11 @@ class OutputPump:
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
         self._thread.start()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last output on the console, or since the start."""
+        return time.monotonic() - self._written_at
 
     def attach(self, source: Source) -> None:
         """Takes ownership of a pipe and starts copying its output. Raises OSError if the log file
@@ -178,6 +185,10 @@ class OutputPump:
         self._selector.close()
 
     # ---------------------------------------------------------------------------- the pump's thread
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        self._writer(stream, data)
+        self._written_at = time.monotonic()
 
     def _run(self) -> None:
         while not self._closing:

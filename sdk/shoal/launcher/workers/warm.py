@@ -95,6 +95,11 @@ class WarmWorkers:
         """True if the next worker will be forked."""
         return self._process is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """True if the first warm process can fork, or it is certain that it never will."""
+        return self._settled.is_set()
+
     def begin(self) -> None:
         """Starts the warm process, if one is wanted and can run the workers' command."""
         if self._usable:

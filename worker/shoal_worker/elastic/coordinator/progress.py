@@ -253,7 +253,8 @@ class ProgressMeter:
         """Records that the inner steps since the last push have been pushed, between two steps."""
         self._unpushed = (0, 0)
         if self.tally_writer is not None and self._counts is not None:
-            self.tally_writer.recount(self._counts._replace(unpushed_steps=0, unpushed_samples=0))
+            self._counts = self._counts._replace(unpushed_steps=0, unpushed_samples=0)
+            self.tally_writer.recount(self._counts)
 
     def round_undone(self) -> None:
         """Records that the inner steps since the last push were undone."""
@@ -289,10 +290,8 @@ class ProgressMeter:
         if self._before is None:
             self._before = steps - 1, samples - step_samples
         self._commits += 1
-        (count, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
-        if count != last and math.isfinite(loss):
-            losses, loss_sum = losses + 1, loss_sum + loss
-        self._losses = count, losses, loss_sum
+        loss = self._count_loss()
+        _, losses, loss_sum = self._losses
         self._counts = Counts(
             commits=self._commits,
             samples=samples,
@@ -312,9 +311,28 @@ class ProgressMeter:
         self.write_reported()
         writer.committed(self._counts, generation=generation, steps=steps)
 
+    def _count_loss(self) -> float:
+        """Adds the newest loss to the counted losses, unless it is already counted or not finite.
+        Returns it."""
+        (count, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
+        if count != last and math.isfinite(loss):
+            losses, loss_sum = losses + 1, loss_sum + loss
+        self._losses = count, losses, loss_sum
+        return loss
+
+    def write_last(self) -> None:
+        """Writes the numbers that were reported after the last step to the launcher's file. Called
+        at the end of the run."""
+        self.write_reported()
+        if self.tally_writer is not None and self._counts is not None:
+            loss = self._count_loss()
+            _, losses, loss_sum = self._losses
+            self.tally_writer.recount(
+                self._counts._replace(losses=losses, loss_sum=loss_sum, loss=loss)
+            )
+
     def write_reported(self) -> None:
-        """Writes the reported numbers, except the loss, to the launcher's file. Called with each
-        committed step, and at the end of the run for numbers reported after the last step."""
+        """Writes the reported numbers, except the loss, to the launcher's file."""
         if self.tally_writer is not None and self._reported:
             self.tally_writer.metrics((name, each.value) for name, each in self._reported.items())
 

@@ -618,7 +618,7 @@ class Session:
         behave as in a world of one."""
         if failed is None:
             self.lifecycle.drop_partly_updated()
-        self.progress.write_reported()
+        self.progress.write_last()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
                 # The process has a rank, and its peers wait for it. If this counted as success, the

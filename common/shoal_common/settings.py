@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
 from pydantic import BeforeValidator, SecretStr, ValidationError
@@ -121,8 +122,21 @@ def _address_or_pass(value: object) -> object:
     return parse_address(value) if isinstance(value, str) else value
 
 
+def _on_this_machine(value: object) -> object:
+    if re.match(r"[a-z][a-z0-9+]+:/", str(value)):  # pathlib removes a slash of s3://bucket
+        raise ConfigurationError(
+            "expected a directory on this machine, not a URL; its files are written and read in "
+            "place"
+        )
+    return value
+
+
 Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
 """Type of a settings field that users write as `250ms`."""
+
+LocalDirectory = Annotated[Path, BeforeValidator(_on_this_machine)]
+"""Type of a settings field that names a directory. As a plain path, s3://bucket would become the
+directory `s3:/bucket` of the current one."""
 
 AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 """Type of a settings field that users write as `HOST:PORT`."""

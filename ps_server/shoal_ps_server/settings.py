@@ -19,7 +19,7 @@ from shoal_common.credentials import (
     ServiceSettings,
     add_service_flags,
 )
-from shoal_common.settings import Address, AddressField, Duration
+from shoal_common.settings import Address, AddressField, Duration, LocalDirectory
 from shoal_common.system import own_address
 
 
@@ -76,7 +76,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """Address, interface or host name that other machines use to reach this one. The variable
     applies to all processes of the machine."""
 
-    data_dir: Path | None = None
+    data_dir: LocalDirectory | None = None
     """Directory of the journal and the snapshot, which are read when the server starts; None: the
     server's state is lost when the process exits."""
 

@@ -22,6 +22,7 @@ from shoal_common.bulk.transport import Transport
 from shoal_common.credentials import CallerSettings, read_secret
 from shoal_common.errors import ConfigurationError
 from shoal_common.redis import with_authority
+from shoal_common.settings import LocalDirectory
 from typing_extensions import override
 
 if TYPE_CHECKING:
@@ -84,10 +85,10 @@ class WorkerSettings(CallerSettings):
     """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
     Values other than auto have no fallback if the transport is not available; use them for
     measurements and debugging."""
-    record_dir: Path | None = None
+    record_dir: LocalDirectory | None = None
     """Directory of files that record every sample index handed out, and every commit, as JSON
     lines; None: not recorded."""
-    staging_dir: Path | None = None
+    staging_dir: LocalDirectory | None = None
     """Local directory for checkpoints while they are uploaded to an object storage, or after they
     are downloaded; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)

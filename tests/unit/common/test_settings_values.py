@@ -16,6 +16,7 @@ from shoal_common.settings import (
     Address,
     AddressField,
     Duration,
+    LocalDirectory,
     ShoalSettings,
     parse_address,
     parse_duration,
@@ -133,6 +134,7 @@ class DemoSettings(ShoalSettings):
     listen: AddressField = "127.0.0.1:0"
     lease: Duration = timedelta(seconds=5)
     workers: int = 1
+    data_dir: LocalDirectory | None = None
     token: SecretStr | None = None
 
 
@@ -160,6 +162,8 @@ def test_arguments_win_over_the_environment_and_the_environment_over_defaults(mo
         ("SHOAL_DEMO_LEASE", "soon", ["lease='soon'", "250ms", "SHOAL_DEMO_LEASE", "--lease"]),
         ("SHOAL_DEMO_LISTEN", "nowhere", ["listen='nowhere'", "HOST:PORT", "SHOAL_DEMO_LISTEN"]),
         ("SHOAL_DEMO_WORKERS", "many", ["workers='many'", "integer", "SHOAL_DEMO_WORKERS"]),
+        ("SHOAL_DEMO_DATA_DIR", "s3://b/x", ["s3://b/x", "on this machine", "SHOAL_DEMO_DATA_DIR"]),
+        ("SHOAL_DEMO_DATA_DIR", "gs:/b", ["gs:/b", "not a URL", "SHOAL_DEMO_DATA_DIR"]),
     ],
 )
 def test_a_bad_value_becomes_one_error_with_field_value_and_remedy(

@@ -53,14 +53,22 @@ def tied_to_parent(
     ]
 
 
+def cpu_s(pid: int) -> float:
+    """Returns the processor time that a process has used, in seconds; 0 if it does not exist."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    # utime and stime (proc(5))
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children_cpu_s() -> float:
     """Returns the processor time, in seconds, of this process's living children. Omits children
     that exit during the call."""
-    used = 0
+    used = 0.0
     for listing in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             for pid in listing.read_text().split():
-                with contextlib.suppress(OSError):
-                    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                    used += int(fields[11]) + int(fields[12])  # utime and stime (proc(5))
-    return used / os.sysconf("SC_CLK_TCK")
+                used += cpu_s(int(pid))
+    return used

@@ -280,6 +280,44 @@ def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
     assert re.search(reason, "\n".join(notes), re.MULTILINE), notes
 
 
+@pytest.mark.parametrize(
+    ("startup", "look_s", "forks"),
+    [
+        ("import time\nwhile time.process_time() < 3: pass", 10, True),
+        ("import time\ntime.sleep(3600)", 2, False),
+    ],
+    ids=["slow", "stuck"],
+)
+def test_a_slow_import_is_awaited_as_long_as_it_is_in_progress(
+    both: Both,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    startup: str,
+    look_s: float,
+    forks: bool,
+) -> None:
+    monkeypatch.setattr("shoal.launcher.workers.warm._IMPORT_TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr("shoal.launcher.workers.warm._LOOK", timedelta(seconds=look_s))
+    (tmp_path / "sitecustomize.py").write_text(startup)
+    environment = {**both.environment, "PYTHONPATH": str(tmp_path)}
+    notes: list[str] = []
+
+    async def settle() -> None:
+        warm = WarmWorkers(
+            [sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append
+        )
+        warm.begin()
+        try:
+            async with asyncio.timeout(DEADLINE.total_seconds()):
+                await warm.settled()
+            assert warm.is_ready == forks
+        finally:
+            await warm.close()
+
+    both.runner.run(settle())
+    assert any("did not import torch" in note for note in notes) != forks, notes
+
+
 def test_workers_start_fresh_when_the_warm_process_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

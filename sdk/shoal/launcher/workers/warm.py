@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
+from shoal_common.system.processes import cpu_s
+
 from shoal import warm
 from shoal.launcher.processes.process import Child, ExitStatus, wait_all
 from shoal.launcher.workers.environment import is_own_of_worker
@@ -33,6 +35,10 @@ _PROGRAM: Final = str(Path(warm.__file__).with_name("__main__.py"))
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_GET_CHILD_SUBREAPER: Final = 37
 _IMPORT_TIMEOUT: Final = timedelta(seconds=180)
+_LOOK: Final = timedelta(seconds=30)
+"""Interval at which the processor time of a slow import is read."""
+_BUSY_CPU_S: Final = 0.05
+"""Processor time, in seconds, that an import must use in an interval to count as in progress."""
 _FORK_TIMEOUT: Final = timedelta(seconds=20)
 _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
@@ -84,6 +90,8 @@ class WarmWorkers:
         self._settled = asyncio.Event()
         self._process: _WarmProcess | None = None
         """Warm process that can fork; None if there is none."""
+        self._importing = 0
+        """Process id of the newest warm process; 0 before the first."""
         self._keeping: asyncio.Task[None] | None = None
         verdict = judge(command, environment) if wanted else None
         self._usable = verdict is not None and verdict.warm
@@ -109,11 +117,18 @@ class WarmWorkers:
 
     async def settled(self) -> None:
         """Waits until the first warm process can fork, or it is certain that it never will. Waits
-        at most 3 minutes."""
-        try:
-            async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
-                await self._settled.wait()
-        except TimeoutError:
+        at most 3 minutes, or longer while the process is still importing: on a busy machine, fresh
+        interpreters would each need even longer."""
+        loop = asyncio.get_running_loop()
+        give_up_at, used_s = loop.time() + _IMPORT_TIMEOUT.total_seconds(), 0.0
+        while not self._settled.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK.total_seconds()):
+                    await self._settled.wait()
+            before_s, used_s = used_s, cpu_s(self._importing)
+            if loop.time() >= give_up_at and used_s < before_s + _BUSY_CPU_S:
+                break
+        if not self._settled.is_set():
             self._tell_fresh(
                 f"the warm process did not import torch within {_IMPORT_TIMEOUT.total_seconds():g} "
                 "s"
@@ -193,6 +208,7 @@ class WarmWorkers:
                 self._tell_fresh(f"the warm process could not be started: {error}")
                 self._settled.set()
                 return
+            self._importing = process.child.pid
             try:
                 if problem := await process.problem():
                     self._tell_fresh(problem)

@@ -121,7 +121,7 @@ class Coordinator:
 
     def rendezvous(self, name: str, *, admits: bool) -> Group:
         """Waits until all living members have called this, and returns the group of the next
-        generation. `admits`: True if this worker is at a step boundary, so that new workers may
+        generation. `admits`: True if this worker is at a step boundary, where new workers may
         join."""
         with self._changed:
             before = self.group
@@ -177,7 +177,7 @@ class Worker:
     last_step: int
     state: State = State()
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """For each call of `take_step()`: the number of steps committed so far, and the outcome."""
+    """For each call to `take_step()`: the number of steps committed so far, and the outcome."""
     prepared: State | None = None
     """State after the step in progress, to be adopted if the step is committed."""
     after_step: Callable[[Worker], object] = lambda worker: None

@@ -1,7 +1,7 @@
 """The collectives of one fully sharded step, without computation: each block's parameters are
 gathered twice, and its gradients are reduce-scattered once.
 
-`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of
+`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls to
 torch.distributed, as torch's FSDP2 issues them, with the next block's gather in flight while a
 block would be computed.
 """

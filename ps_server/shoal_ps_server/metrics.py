@@ -212,7 +212,7 @@ class Metrics:
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:
-        """Counts a ShoalError raised in the enclosed block as a refused call of `method`."""
+        """Counts a ShoalError raised in the enclosed block as a refused call to `method`."""
         try:
             yield
         except ShoalError as error:

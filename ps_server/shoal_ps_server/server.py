@@ -211,7 +211,7 @@ class ParameterServer:
     async def run(self, stop: asyncio.Event) -> bool:
         """Serves until `stop` is set or the job has ended, then drains. Writes a last snapshot
         unless a backup has the complete state of this server. Returns True if the coordinator has
-        made this server a backup, so that its state is obsolete.
+        made this server a backup: its state is then obsolete.
 
         Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the coordinator's error
         if it refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or

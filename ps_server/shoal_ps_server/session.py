@@ -69,7 +69,7 @@ _LOST_RUN_WAIT: Final = timedelta(seconds=15)
 
 
 class AnotherRunError(PreconditionError):
-    """Raised if the run of this server's state has ended or is lost, so that the state will not be
+    """Raised if the run of this server's state has ended or is lost. The state will not be
     requested again. The state is set aside, and the server starts empty."""
 
 
@@ -437,10 +437,10 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether `error` means that this server's run has ended or is lost, so that its
-        state will never be requested again. An UnavailableError means that the coordinator may
-        still receive a record of the run. It counts only once _LOST_RUN_WAIT has passed since the
-        first such error, which gives the run's members time to return."""
+        """Returns whether `error` means that this server's run has ended or is lost. Its state will
+        then never be requested again. An UnavailableError means that the coordinator may still
+        receive a record of the run. It counts only once _LOST_RUN_WAIT has passed since the first
+        such error, which gives the run's members time to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

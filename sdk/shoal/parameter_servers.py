@@ -90,9 +90,9 @@ class ModelReader:
         self._model = _Model(tensors={}, versions={})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the newest values by name, on the CPU, with the declared shapes and dtypes. The
-        tensors must not be changed. A later call returns new tensors for changed values, and the
-        same tensors for unchanged values.
+        """Returns a dict from names to the newest values, on the CPU, with the declared shapes and
+        dtypes. The tensors must not be changed. A later call returns new tensors for changed
+        values, and the same tensors for unchanged values.
 
         Raises:
             DeadlineError: a server or the values were not available within `patience`; the message

@@ -67,7 +67,7 @@ class Cluster:
         self._workers = 0
 
     def begin(self, job: str, script: str) -> None:
-        """Sets the job and the script in examples/ that later calls of `up` run."""
+        """Sets the job and the script in examples/ that later calls to `up` run."""
         self.job, self._script = job, script
 
     def compose(self, *arguments: str) -> str:

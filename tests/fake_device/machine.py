@@ -51,7 +51,7 @@ class Kernel:
     received: torch.Tensor | None = None
     issued_s: float = 0.0
     coming: bool = False
-    """True if all ranks have reached it, so that results are being delivered."""
+    """True if all ranks have reached it. Results are then being delivered."""
     exception: str | None = None
     """Error that the watchdog has attached to the work."""
     ended: bool = False

@@ -1,7 +1,7 @@
 """Judges a recorded history (recording.py). Each promise is a function that returns the violations
 that it finds. The functions are pure, except that they read files.
 
-The changes of a partition are ordered by version, as its servers recorded them when they made them.
+The changes to a partition are ordered by version, as its servers recorded them when they made them.
 A recovery or a backup must repeat exactly the same changes. So each partition has one history, with
 which all other records are compared:
 

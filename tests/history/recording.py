@@ -5,7 +5,7 @@ Each line is one write to a file opened with O_APPEND, so that a process that is
 all that it came to. Times are of the machine's monotonic clock, in nanoseconds, so lines of
 different processes can be compared. Digests are xxh3-64 of bytes, in hex.
 
-A worker writes, around its calls of `ParameterServerClient`:
+A worker writes, around its calls to `ParameterServerClient`:
 
     {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base",
      "clock", "absent", "gradient", "at"}

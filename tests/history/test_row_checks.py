@@ -336,7 +336,7 @@ def test_rows_that_were_evicted_before_their_time_are_found(
 
 
 def test_an_id_in_two_buckets_is_found(right: Right) -> None:
-    """The changes of the bucket are repeated for another bucket."""
+    """The changes to the bucket are repeated for another bucket."""
     two = SparseEmbedding(
         None,
         DIM,

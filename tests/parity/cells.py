@@ -40,7 +40,7 @@ class Row:
     """True if it is trained by train_step on whole batches, which it splits into micro-batches
     itself."""
     divided: bool = False
-    """True if each rank has a part of a replica, so that sums are in a different order."""
+    """True if each rank has a part of a replica. Sums are then in a different order."""
 
 
 @dataclass(frozen=True, kw_only=True)

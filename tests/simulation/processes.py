@@ -43,7 +43,7 @@ class Diary:
     """Record that a process's script keeps of itself, step by step."""
 
     statuses: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """Number of committed steps after each call of `optimizer.step()`, and the call's status."""
+    """Number of committed steps after each call to `optimizer.step()`, and the call's status."""
     returned: set[int] = dataclasses.field(default_factory=set)
     """Indices in `statuses` of the calls that returned with a checkpoint's state because the newest
     state was lost."""

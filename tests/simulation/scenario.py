@@ -184,7 +184,7 @@ _KINDS: tuple[type[Fault], ...] = (
 )
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "local_sgd")
-"""Strategies from which numbered schedules draw. A change of this list changes the schedule that
+"""Strategies from which numbered schedules draw. A change to this list changes the schedule that
 belongs to a seed."""
 ALL_STRATEGIES = (*STRATEGIES, "pipeline")
 DIVIDED = ("hybrid", "pipeline")

@@ -13,7 +13,7 @@ def shrink(
 ) -> Scenario:
     """Returns the smallest scenario found for which `fails` is true, as it is for `scenario`.
 
-    most_runs: maximum number of calls of `fails`.
+    most_runs: maximum number of calls to `fails`.
     """
     runs = 0
     found = True

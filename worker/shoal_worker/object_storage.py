@@ -66,7 +66,7 @@ _LARGEST_PART: Final = 50 << 20
 _MOST_PARTS: Final = 9000
 """Maximum number of parts per object; S3 accepts at most 10 000."""
 _PARTS_AT_ONCE: Final = 4
-"""Number of parts of one object that are sent at the same time."""
+"""Maximum number of parts that are sent at the same time for one object."""
 _LONGEST_DELAY_S: Final = 10.0
 _REFUSALS: Final = (401, 403)
 """HTTP statuses that indicate a missing or wrong credential."""

@@ -89,7 +89,7 @@ class Counts(NamedTuple):
     loss: float = math.nan
     """Last reported loss; NaN if there is none."""
     asynchronous: bool = False
-    """True if each worker takes its own steps (async_sgd), so that the run's steps and samples are
+    """True if each worker takes its own steps (async_sgd). The run's steps and samples are then
     sums over the workers."""
     batch: int = 0
     """Key of the last batch whose push was committed; 0 if pushes do not belong to batches."""

@@ -1,8 +1,8 @@
 """Declarations of the optimizers that parameter servers support, by name.
 
 A worker uses a declaration to extract the settings of a user's torch optimizer; a server uses it to
-create an optimizer from these settings. Hyperparameters are sent as numbers by name; a pair in
-torch (`betas`) becomes two names, and a bool becomes 0 or 1. This module does not import torch:
+create an optimizer from these settings. Each hyperparameter is sent as a name and a number; a pair
+in torch (`betas`) becomes two names, and a bool becomes 0 or 1. This module does not import torch:
 classes are given by name and imported when they are used.
 """
 
@@ -129,8 +129,8 @@ def _so_many_gradients(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Dtypes that round the usual eps of Adagrad and RMSprop to zero, so that torch computes 0 / 0 for
-a gradient of zero."""
+"""Dtypes that round the usual eps of Adagrad and RMSprop to zero. torch then computes 0 / 0 for a
+gradient of zero."""
 
 
 def _moments(values: Hyperparameters) -> int:

@@ -58,7 +58,7 @@ _OUTPUTS: Final = {1: "standard output", 2: "standard error"}
 
 
 class KernelWait:
-    """Finds out what a stalled thread is waiting for. Compares successive calls of `look`, so that
+    """Finds out what a stalled thread is waiting for. Compares successive calls to `look`, so that
     a brief wait for the GIL is not reported."""
 
     def __init__(self) -> None:

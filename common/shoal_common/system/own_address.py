@@ -113,8 +113,8 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Returns whether a numeric address belongs to this machine, so that processes can listen on
-    it."""
+    """Returns whether a numeric address belongs to this machine. Processes can listen only on such
+    an address."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))

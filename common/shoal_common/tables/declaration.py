@@ -18,7 +18,7 @@ LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
 """Exclusive upper bound for limits on rows and ages."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that must be 0, because they would change rows without a gradient, so that every
+"""Hyperparameters that must be 0. Otherwise, they would change rows without a gradient, and every
 step would have to update all rows."""
 
 

@@ -93,7 +93,7 @@ Outcome = Granted | ShoalError
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """Result of one call of `transition`."""
+    """Result of one call to `transition`."""
 
     state: JobState
     outcomes: tuple[Outcome, ...]

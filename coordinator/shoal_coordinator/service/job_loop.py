@@ -145,7 +145,8 @@ class JobLoop:
 
     @property
     def pulses(self) -> Pulses:
-        """The heartbeat states of the job. The mappings change as heartbeats arrive."""
+        """The heartbeat states of the job's members and servers. They are not copies: they change
+        as heartbeats arrive. On other threads, use `observed`."""
         return Pulses(members=self._members, servers=self._servers, newest=self._newest_progress)
 
     @property

@@ -64,8 +64,8 @@ class MemberClock:
     """True if the member has read the values of iteration `clock`. Known only under bsp, and only
     to the process that received the pull."""
     takes_part: bool = False
-    """True if the member has read or pushed since it got its starting clock, so that it has the
-    same clock on all servers. Known only under bsp."""
+    """True if the member has read or pushed since it got its starting clock. It then has the same
+    clock on all servers. Known only under bsp."""
     rests: bool = False
     """True if no member waits for this member until its next report."""
 
@@ -192,8 +192,7 @@ class Clocks:
         )
 
     def has_reported(self, member: str) -> bool:
-        """Returns whether the member has reported, so that its count can be converted to a
-        clock."""
+        """Returns whether the member has reported. Its count can then be converted to a clock."""
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:

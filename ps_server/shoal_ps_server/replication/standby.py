@@ -56,8 +56,8 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Reason of the error raised if a change could not be applied, so that this server is no longer a
-copy of the primary."""
+"""Reason of the error raised if a change could not be applied: this server is then no longer a copy
+of the primary."""
 _DIVERGED_AGAIN_S: Final = 30.0
 """Seconds to wait before following again after a change could not be applied. A new full copy costs
 the primary as much as the first one, and may fail in the same way."""
@@ -219,7 +219,7 @@ class Standby:
 
     def _is_still(self, place: Place) -> bool:
         """Returns whether the assigned place is still the same as `place`. Messages repeated after
-        a broken session, and changes of `in_sync`, do not count as changes."""
+        a broken session, and changes to `in_sync`, do not count as changes."""
         now = self._place
         return now is not None and (now.follows, now.epoch, now.primary_address) == (
             True,

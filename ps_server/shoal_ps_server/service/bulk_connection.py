@@ -39,12 +39,12 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
 class Disconnected(Exception):
-    """Raised if the peer has disconnected or stalled in the middle of a stream, so that no error
-    can be sent to it."""
+    """Raised if the peer has disconnected or stalled in the middle of a stream. No error can then
+    be sent to it."""
 
 
 class ServedConnection:
-    """One bulk connection. Must be used by one task at a time. Methods raise Disconnected, and
+    """One bulk connection. May be used by only one task at a time. Methods raise Disconnected, and
     InvalidRequestError / STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""Implements Initialize and Push: converts a stream of parts to changes of the shard, and collects
+"""Implements Initialize and Push: converts a stream of parts to changes to the shard, and collects
 the results.
 
 Belongs to the event loop. While a partition is written to the journal and applied, gRPC's own

@@ -122,7 +122,8 @@ class ParameterServerServicer:
     ) -> None:
         """`receiver`: creates the Receiver, given the function that reconciles this server's
         configuration with the configuration of another server. `check_place`: raises
-        UnavailableError unless this server is certain that it must serve."""
+        UnavailableError unless it is known that this server, and not its backup or a replacement,
+        must serve requests."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -141,7 +142,7 @@ class ParameterServerServicer:
         self._configuring = asyncio.Lock()
         """Lock held from reading the configuration until a change based on it is complete."""
         self._tasks: set[asyncio.Task[bool]] = set()
-        """Pending changes of the configuration."""
+        """Pending changes to the configuration."""
         self._metrics = metrics
         if configuration is not None:
             membership.consistency = configuration.consistency

@@ -1,5 +1,5 @@
 """The place that the coordinator has assigned to this server: its index in the job, and whether the
-server must serve.
+server must serve requests.
 
 A server that does not know its place does not serve requests, because a different server may have
 its place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
@@ -108,8 +108,8 @@ class Standing:
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
-        """Returns whether other servers have received all partitions of this server, so that the
-        job can treat it as a new server."""
+        """Returns whether other servers have received all partitions of this server. The job can
+        then treat it as a new server."""
         leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         return leaving.issuperset(self._shard.partition_ids())
 
@@ -132,8 +132,8 @@ class Standing:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns normally if this server must serve, possibly after waiting for the coordinator.
-        Otherwise raises UnavailableError / PLACE_UNKNOWN."""
+        """Returns normally if this server must serve requests, possibly after waiting for the
+        coordinator. Otherwise raises UnavailableError / PLACE_UNKNOWN."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

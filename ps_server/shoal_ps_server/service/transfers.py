@@ -31,8 +31,8 @@ class Transfers:
         pulls: Pulls,
         metrics: Metrics,
     ) -> None:
-        """`check_place`: raises UnavailableError unless this server is certain that it must
-        serve."""
+        """`check_place`: raises UnavailableError unless it is known that this server, and not its
+        backup or a replacement, must serve requests."""
         self._job_id = job_id
         self._check_place = check_place
         self._layouts = layouts

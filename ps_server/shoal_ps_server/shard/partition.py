@@ -236,7 +236,7 @@ class Partition:
 
     def is_next(self, push: UploadHeader) -> bool:
         """Returns whether a push has the member's next sequence number. The number must be marked
-        as used even if the push is recognized by its batch."""
+        as used even if a different push has already delivered the batch."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:

@@ -127,7 +127,8 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """Checks the next `nbytes`, which have just been written. They are still in the processor's
+        """Includes the next `nbytes`, which have just been written, in the checksum and, for plain
+        values, in `largest`. This is done here because the bytes are still in the processor's
         cache."""
         end = self._received + nbytes
         if self._digest is not None:

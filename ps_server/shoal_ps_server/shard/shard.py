@@ -61,15 +61,15 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A change of a partition that has been validated and will be applied."""
+    """A change to a partition that has been validated and will be applied."""
 
     partition: Partition
     header: UploadHeader
     version: int
     """Version that the partition will have after the change."""
     values: torch.Tensor | None
-    """Gradient or first values. None for a push that is recognized by its batch: only its sequence
-    number is used up."""
+    """Gradient or first values. None for a push whose batch has already been delivered by a
+    different push: only its sequence number is used up."""
     first: bool = False
     """True if `values` are the partition's first values."""
     base: int = 0
@@ -245,14 +245,14 @@ class Shard:
         return partition.needs_trial(upload.largest, self._optimizer)
 
     def admit_push(self, upload: Upload) -> Admitted | None:
-        """Admits a gradient, which will then be applied once. Returns None if the push is
-        recognized by its sequence number. If `needs_trial` returns True for the push, no change of
-        the partition may be pending.
+        """Admits a gradient, which will then be applied once. Returns None if the push's sequence
+        number shows that it has already been admitted. If `needs_trial` returns True for the push,
+        no change to the partition may be pending.
 
         Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
         `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
-        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. After an error, no
-        change is admitted.
+        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. If an error is
+        raised, this push is not admitted.
         """
         started = time.perf_counter()
         header = upload.header
@@ -326,7 +326,7 @@ class Shard:
 
     def admit_restoration(self, restoration: Restoration) -> bool:
         """Admits a restoration and returns True; the caller must then call `restore`. Returns False
-        if the restoration has already been carried out. No change of the bucket may be pending.
+        if the restoration has already been carried out. No change to the bucket may be pending.
         Raises the errors of `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
@@ -363,7 +363,7 @@ class Shard:
         return partition
 
     def refuse(self, admitted: Admitted) -> None:
-        """Withdraws an admitted change. All changes of the partition that were admitted later must
+        """Withdraws an admitted change. All changes to the partition that were admitted later must
         be withdrawn too."""
         if admitted.first:
             admitted.partition.on_their_way -= 1
@@ -375,13 +375,13 @@ class Shard:
                 admitted.partition.bases.settle(admitted.base)
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
-        """Returns whether a push is recognized by its sequence number or its batch. Raises the
-        errors of `Partition.is_duplicate`."""
+        """Returns whether the sequence number or the batch of a push shows that it must not be
+        applied again. Raises the errors of `Partition.is_duplicate`."""
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks a push's sequence number as used. Called for a push that has been recognized by its
-        batch."""
+        """Marks a push's sequence number as used. Called for a push whose batch a different push
+        has already delivered."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:

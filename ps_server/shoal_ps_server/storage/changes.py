@@ -1,4 +1,4 @@
-"""Path of every change of a server's state: it is checked, written to the journal, and applied.
+"""Path of every change to a server's state: it is checked, written to the journal, and applied.
 Belongs to the event loop.
 
 Without a data directory there is no journal, and changes are applied immediately.
@@ -36,7 +36,7 @@ PENDING_LIMIT: Final = timedelta(seconds=5)
 
 
 class Changes:
-    """All changes of one server's state, in a single order."""
+    """All changes to one server's state, in a single order."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Changes:
         """Newest layout that was passed to `adopt`; None if there is none."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
-        """Partition id -> last change of the partition, pending or complete."""
+        """Partition id -> last change to the partition, pending or complete."""
         self._configured: asyncio.Future[None] | None = None
-        """Last change of the configuration, pending or complete."""
+        """Last change to the configuration, pending or complete."""
 
     def write_to(self, journal: Journal) -> None:
         """Sets the journal that changes are written to."""
@@ -84,7 +84,7 @@ class Changes:
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits until all currently pending changes of partitions are done. Raises UnavailableError
+        """Waits until all currently pending changes to partitions are done. Raises UnavailableError
         if this server no longer applies changes."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
@@ -118,7 +118,7 @@ class Changes:
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
-        """Waits until the pending changes of these partitions are done, regardless of their
+        """Waits until the pending changes to these partitions are done, regardless of their
         outcomes."""
         if pending := [
             latest
@@ -150,7 +150,7 @@ class Changes:
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is used up, so that the push will have no
+        """Returns whether the sequence number of a push is used up. The push will then have no
         effect. Raises the errors of `Shard.check_open`."""
         return self._shard.is_settled(push)
 
@@ -221,8 +221,8 @@ class Changes:
 
     @property
     def is_broken(self) -> bool:
-        """True if a change in the journal could not be applied, so that the state in memory must
-        not be written anywhere."""
+        """True if a change in the journal could not be applied. The state in memory may then lack
+        changes, so it must not be written anywhere."""
         return self._journal is not None and self._journal.is_broken
 
     @property
@@ -261,7 +261,7 @@ class Changes:
 
     def _refused(self, change: Admitted) -> None:
         self._shard.refuse(change)
-        # Waits for all pending changes of the partition; pushes already applied are recognized by
+        # Waits for all pending changes to the partition; pushes already applied are recognized by
         # their numbers.
         self._latest.pop(change.header.spec.partition_id, None)
 

@@ -98,8 +98,8 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """Returns the server's state at the end of its last process, even if that process was
-        killed. Raises the errors of `read` and `recovery.recover`."""
+        """Returns the state that the server had when its previous process ended, even if that
+        process was killed. Raises the errors of `read` and `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)

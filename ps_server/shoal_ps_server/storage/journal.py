@@ -140,7 +140,7 @@ class Journal:
         """Reason why the entries in `_pending` cannot be written. They are refused once `_ready` is
         empty. Belongs to the loop, like the fields below."""
         self._making_soon = False
-        """True if a call of `_make_some` is scheduled."""
+        """True if a call to `_make_some` is scheduled."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0

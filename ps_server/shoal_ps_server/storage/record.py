@@ -1,4 +1,4 @@
-"""Format of a journal record: one change of a server, with a checksum that identifies complete
+"""Format of a journal record: one change to a server, with a checksum that identifies complete
 records.
 
     magic        8 bytes
@@ -40,7 +40,7 @@ _NOTHING: Final = memoryview(b"")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Record of one change of a server."""
+    """Record of one change to a server."""
 
     kind: str
     """Kind of the change. `recovery.py` defines all kinds and their fields."""

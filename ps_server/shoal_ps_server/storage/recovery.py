@@ -166,7 +166,7 @@ def moves_records(moves: Moves) -> Iterator[Record]:
 
 
 def partition_record(admitted: Admitted, upload: Upload) -> Record:
-    """Returns the record of a change of a partition, with its payload as received."""
+    """Returns the record of a change to a partition, with its payload as received."""
     header = admitted.header
     fields: dict[str, Any] = {"partition": header.spec.partition_id, "version": admitted.version}
     if admitted.first:

@@ -67,8 +67,8 @@ class Owner:
 
 
 class Segments:
-    """Journal files in a data directory. Methods that change files must be called by one thread at
-    a time."""
+    """Journal files in a data directory. Methods that change files may be called by only one thread
+    at a time."""
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory

@@ -453,7 +453,7 @@ def _check_names(
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
     """Returns whether an expression stores the model or passes it on (as an argument, a value or an
-    item), so that other code may have a reference to it."""
+    item). Other code may then have a reference to it."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))

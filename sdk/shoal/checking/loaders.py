@@ -76,7 +76,7 @@ class Loaders:
 
     def _spread(self) -> bool:
         """Propagates DataLoaders once through all assignments, arguments and results. Returns
-        whether a new reference to a DataLoader was found, so that another pass is needed."""
+        whether a new reference to a DataLoader was found. Another pass is then needed."""
         before = self._count()
         for node in self._script.of_type(ast.Assign):
             for target in node.targets:

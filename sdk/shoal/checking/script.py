@@ -64,7 +64,7 @@ class Script:
         return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Yields all calls of functions with one of the full names `names`, or all calls if no
+        """Yields all calls to functions with one of the full names `names`, or all calls if no
         names are given."""
         for call in self.of_type(ast.Call):
             if not names or self.full_name(call.func) in names:
@@ -149,8 +149,8 @@ class Script:
         return isinstance(own[-1], ast.Return) or any(self.trains(part) for part in other)
 
     def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
-        """Returns whether an earlier statement of the block may exit the block on some ranks, so
-        that not all ranks reach `node`."""
+        """Returns whether an earlier statement of the block may exit the block on some ranks. Some
+        ranks then do not reach `node`."""
         for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(block, list) and node in block:
                 return any(

@@ -290,8 +290,8 @@ class Client:
         )
 
     def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
-        """Returns the model's newest values from the job's parameter servers, by name, on the CPU.
-        For repeated reads, use `shoal.ModelReader`, which fetches only changes.
+        """Returns a dict from names to the model's newest values, on the CPU, from the job's
+        parameter servers. For repeated reads, use `shoal.ModelReader`, which fetches only changes.
 
         Raises:
             DeadlineError: no values are available within `timeout`; the message gives the reason.

@@ -28,7 +28,7 @@ MakeJob = Callable[..., Job]
 
 
 class Asked(CoordinatorClient):
-    """A client that counts its calls of GetRanks."""
+    """A client that counts its calls to GetRanks."""
 
     asked = 0
 

@@ -16,7 +16,7 @@ from typing import Final
 LOOP: Final = "loop"
 """The line is in a function that the training loop calls."""
 START: Final = "start"
-"""The line is between the call of shoal and the loop."""
+"""The line is between the call to shoal and the loop."""
 DATA: Final = "data"
 """The line is in the dataset, and a data worker executes it."""
 ALL: Final = "all"
@@ -36,7 +36,7 @@ class Variant:
     seeds: int = 1
     """Number of scripts that are made of this variant."""
     names_rank: bool = True
-    """False if several ranks diverge, so that none of them is the cause."""
+    """False if several ranks diverge; none of them is then the cause."""
     source: str = ""
     """Part of the script's line that the diagnosis must quote; empty: `line`'s first characters."""
 

@@ -61,7 +61,7 @@ def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(
 def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each call of `train` takes the same eight steps."""
+    """Each call to `train` takes the same eight steps."""
     with cluster(servers=1).member():
         net = sparse()
         model, optimizer = distributed(net)

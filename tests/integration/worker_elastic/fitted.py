@@ -1,4 +1,4 @@
-"""Trains with a single call of `optimize`, on ranks that may die. Writes its result as one JSON
+"""Trains with a single call to `optimize`, on ranks that may die. Writes its result as one JSON
 file to OUTPUT; uses STRATEGY."""
 
 import json

@@ -274,7 +274,7 @@ def threads() -> Iterator[None]:
 def test_the_number_of_threads_does_not_change_a_bit(
     kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]
 ) -> None:
-    """The number of threads does not change the result, because a server that is recovered on
+    """The number of threads does not change the result, because a server that is restored on
     another machine must repeat the same updates."""
     found = []
     for count in (1, 2, 5):

@@ -1,5 +1,5 @@
-"""`gradient_compression=` as users meet it: training on in-memory ranks with every compressor, its
-state in checkpoints, and refused settings."""
+"""Tests of `gradient_compression=` through the public API: training on in-memory ranks with every
+compressor, compressor state in checkpoints, and settings that are refused."""
 
 from __future__ import annotations
 

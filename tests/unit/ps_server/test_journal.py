@@ -39,7 +39,7 @@ from tests.unit.ps_server.journaled import (
 def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
     make, tmp_path, fsync
 ) -> None:
-    """Acknowledged pushes of two members and changes of the learning rate are bitwise restored
+    """Acknowledged pushes of two members and changes to the learning rate are bitwise restored
     after a crash."""
 
     async def test() -> None:

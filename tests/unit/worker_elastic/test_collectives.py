@@ -202,8 +202,8 @@ def _work(directory, name):
 
 @pytest.fixture
 def workers(tmp_path):
-    """Starts processes as in `workers("a", "b")`. Each enters main_first and stays in it until the
-    file NAME-go exists."""
+    """Function that starts one process per name and returns the processes, e.g. `workers("a",
+    "b")`. Each process enters `main_first` and stays in it until the file <name>-go exists."""
     made = []
 
     def start(*names):

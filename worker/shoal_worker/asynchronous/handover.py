@@ -12,7 +12,7 @@ reveals only to members.
 The model's values are not included, because they are on the servers. Buffers are not synchronized
 either: each worker changes its own from its first step on. But all workers start with the same
 buffers and values, even if their scripts have initialized them at random: initial workers receive
-rank 0's buffers, and a joiner receives a peer's. Must be used by the training thread only.
+rank 0's buffers, and a joiner receives a peer's. May be used only on the training thread.
 """
 
 from __future__ import annotations

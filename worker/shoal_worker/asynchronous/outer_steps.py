@@ -182,7 +182,7 @@ class Round:
 
     @property
     def is_over(self) -> bool:
-        """True if the round's last step has been taken, so that only the push remains."""
+        """True if the round's last step has been taken. Only the push then remains."""
         return self._outer is not None
 
     @property

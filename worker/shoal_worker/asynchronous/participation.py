@@ -3,7 +3,7 @@ but not for one that rests.
 
 A worker participates while it has a batch; the engine tracks its batches. The servers keep the
 clocks that determine which workers wait. With asp no worker waits, so this module does not call the
-servers. Must be used by the training thread only.
+servers. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Participation:
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True
-        """True if the worker rests, so that no other worker waits for it. Its next batch makes it
+        """True if the worker rests; no other worker then waits for it. Its next batch makes it
         participate."""
         self._rests_after_push = False
         """True if the script left the loop while a batch was in progress. The worker then rests

@@ -147,7 +147,7 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One rank's call of a collective: its kind, reduction, inputs and outputs."""
+    """One rank's call to a collective: its kind, reduction, inputs and outputs."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()

@@ -170,6 +170,6 @@ def _install() -> contextlib.ExitStack:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     undo.callback(setattr, threading.Thread, "start", start)
-    # each call of init_process_group wraps it again
+    # each call to init_process_group wraps it again
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
     return undo

@@ -67,8 +67,8 @@ the memory for a transfer to about 100 MB."""
 
 
 class RemoteCheckpoints:
-    """The checkpoints under one URL. Must be used by one thread at a time. Every method raises the
-    errors of `ObjectFolder`."""
+    """The checkpoints under one URL. May be used by only one thread at a time. Every method raises
+    the errors of `ObjectFolder`."""
 
     def __init__(self, folder: ObjectFolder) -> None:
         self.folder = folder

@@ -104,7 +104,7 @@ class Uploads:
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._saves = 0
-        """Number of calls of `changed`."""
+        """Number of calls to `changed`."""
         self._wanted = False
         """True if the directory may contain something to upload."""
         self._keep = 1

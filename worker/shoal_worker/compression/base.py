@@ -98,8 +98,8 @@ class GradientCompressor(abc.ABC):
     """True if the compressor treats tensors as matrices and therefore does not support sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """Alignment, in elements, of parts of a tensor that are compressed separately: each part begins
-    at a multiple of this number, so that no block belongs to two parts."""
+    """Alignment, in elements, of the separately compressed parts of a tensor: each part begins at a
+    multiple of this number, so that no block belongs to two parts."""
 
     error_feedback: bool = False
     """True if the compression error of a step is added to the next step's gradient (Karimireddy et

@@ -11,7 +11,7 @@ fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemm
 one update of this size. A joiner starts without residuals. It receives the warm starts together
 with the model.
 
-Must be used by the training thread only.
+May be used only on the training thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ recorded only once the server is known to have applied the push, and the next pu
 must not be encoded earlier. As a result, regardless of failures, the decoded gradients that the
 server has applied, plus the residual, equal the sum of the original gradients of these pushes.
 
-The asynchronous engine sends the payloads. Must be used by one thread at a time.
+The asynchronous engine sends the payloads. May be used by only one thread at a time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Engines weight the gradients and decide whether a step commits; this module does neither. In each
 step, an engine calls `start` for each bucket and `wait` for each reduction, and then `commit` or
-`rollback` once. Must be used by the training thread only; collectives run on the backend's threads.
+`rollback` once. May be used only on the training thread; collectives run on the backend's threads.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ so dealing by speed must be requested.
 
 Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
 loss that is not a mean over samples would depend on the share's size. Micro-batches have the same
-size on every rank. Must be used by the training thread only."""
+size on every rank. May be used only on the training thread."""
 
 from __future__ import annotations
 

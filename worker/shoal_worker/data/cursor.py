@@ -13,7 +13,7 @@ abandoned. If it leaves `epochs()` as well, the rest is not abandoned: probably 
 ended the script, and a resumed run continues in the middle of the epoch. The same applies when
 `epochs(max_steps=...)` ends.
 
-This module does not deal samples or use the session. Must be used by the training thread only.
+This module does not deal samples or use the session. May be used only on the training thread.
 """
 
 from __future__ import annotations

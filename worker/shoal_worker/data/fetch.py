@@ -76,7 +76,7 @@ class Request:
 
 
 class Fetcher:
-    """Creates batches of one dataset. Must be used by one thread."""
+    """Creates batches of one dataset. May be used by only one thread."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ from shoal_worker.torch_internals import pytree
 # to the session, and records it. A batch's weight in the mean over a step is its number of samples,
 # or the result of the user's `weight_fn`. If a pipeline splits a batch, its parts are weighed in
 # the same way. The run's state is elsewhere: the `DealtStep` records how many samples the loop has
-# received. Must be used by the training thread only.
+# received. May be used only on the training thread.
 
 WeightFn = Callable[[Any], float]
 

@@ -63,7 +63,7 @@ from shoal_worker.state.digest import SAMPLES, identity_of
 
 
 class EvaluationBatches:
-    """Numbered batches for evaluation. Must be used by one thread at a time."""
+    """Numbered batches for evaluation. May be used by only one thread at a time."""
 
     def __init__(
         self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str

@@ -239,7 +239,7 @@ class EpochOrders:
         return self._held[1]
 
     def indices(self, epoch: int, positions: range) -> list[int]:
-        """Returns the dataset indices at adjacent positions."""
+        """Returns the dataset indices at consecutive positions of an epoch."""
         part = self.order(epoch)[positions.start : positions.stop]
         return list(part) if isinstance(part, range) else part.tolist()
 

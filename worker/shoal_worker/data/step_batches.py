@@ -5,7 +5,7 @@ This module owns the leases, and the step that has been dealt to this rank and i
 A lease is a batch that this member took first come, first served; it ends when the batch is
 finished, or when it is returned because the script left the loop. The module moves the cursor of
 the `LoaderProgress` when a step commits, or when an epoch turns out to have no further step. It
-does not fetch samples. Must be used by the training thread only.
+does not fetch samples. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ _SHORTEST_RETRY_S = 0.01
 
 
 class LeasedBatches:
-    """Leased batches of one epoch. Must be used by one thread."""
+    """Leased batches of one epoch. May be used by only one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
         """`ahead`: number of leases to have at the same time, so that data workers stay busy."""

@@ -376,7 +376,7 @@ class Engine(TrainingEngine):
     def freeze(self) -> Callable[[], None]:
         """Freezes the model after its own update in a step of several models. Gradients still pass
         through the module to other models, but its own parameters receive none. Returns a function
-        that unfreezes the model and restores the buffers to their values at the call of
+        that unfreezes the model and restores the buffers to their values at the call to
         `freeze`."""
         with inside():
             trained = [

@@ -80,7 +80,7 @@ class ShardedCommitPayload(CommitPayload):
     present: list[bool]
     """One flag for each trained parameter: True if at least one rank has used it."""
     changes: torch.Tensor
-    """Changes of the buffers, averaged across ranks."""
+    """Changes to the buffers, averaged across ranks."""
 
 
 class CommitSum:

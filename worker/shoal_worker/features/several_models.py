@@ -297,7 +297,7 @@ class SeveralEngines(TrainingEngine):
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """Ends the step of a model that is not updated for this batch. Changes of its buffers are
+        """Ends the step of a model that is not updated for this batch. Changes to its buffers are
         still summed across ranks; its gradients are discarded."""
         if not self._warned and engine.has_gradients():
             self._warned = True

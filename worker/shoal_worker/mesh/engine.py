@@ -778,7 +778,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return
         step = self._session.step
         if step is not None and step.control is not None:
-            # they are included in the ranks' sum, together with changes of buffers
+            # they are included in the ranks' sum, together with changes to buffers
             self._mesh.forget()
         else:
             self._mesh.drop_gradients()

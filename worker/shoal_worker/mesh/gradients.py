@@ -1,8 +1,8 @@
 """This rank's gradients in a step: accumulated over micro-batches by weight, then summed across
 replicas.
 
-The changes of buffers and the set of used parameters are summed with the gradients. This module
-does not decide how a step ends. Must be used by the training thread only.
+The changes to buffers and the set of used parameters are summed with the gradients. This module
+does not decide how a step ends. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MeshGradients(abc.ABC):
         device: torch.device,
     ) -> None:
         """Creates empty gradients. `buffers`: buffers of this rank's part. `averages`: True if
-        losses are means, so that gradients are weighted by the number of samples."""
+        losses are means; gradients are then weighted by the number of samples."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
@@ -59,7 +59,7 @@ class MeshGradients(abc.ABC):
         self._apart = (
             None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
         )
-        """Changes of the buffers, if they need a wider dtype than the gradients; otherwise None."""
+        """Changes to the buffers, if they need a wider dtype than the gradients; otherwise None."""
         if self._apart is not None:
             self._changes = self._apart
 
@@ -90,14 +90,14 @@ class MeshGradients(abc.ABC):
         """Discards the gradients that the optimizer was given."""
 
     def begin(self) -> None:
-        """Resets the gradients and the changes of buffers for a new step."""
+        """Resets the gradients and the changes to buffers for a new step."""
         self._flat.zero_()
         self._changes.zero_()
 
     def add(
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
-        """Adds the results of passes: gradients by parameter name, and changes of buffers. Passes
+        """Adds the results of passes: gradients by parameter name, and changes to buffers. Passes
         with weight 0 are skipped, because their results may be arbitrary."""
         if not weight > 0:
             return
@@ -165,7 +165,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor with the dtype and device required for changes of buffers."""
+        """Returns a tensor with the dtype and device required for changes to buffers."""
         return self._changes
 
     @property
@@ -194,7 +194,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def changes(self) -> torch.Tensor:
-        """Changes of the buffers, summed over the batch."""
+        """Changes to the buffers, summed over the batch."""
         return self._changes
 
 

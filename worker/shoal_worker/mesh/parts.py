@@ -3,7 +3,7 @@
 The user's module remains the same object. Its layers are changed in place and get different
 parameters each time that a mesh is formed. The optimizer updates `pieces`: plain tensors that share
 the memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
-(`data_axis.py`). Must be used by the training thread only.
+(`data_axis.py`). May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -595,7 +595,7 @@ class ModelParts(PartitionedState):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """Serves the first rank's call of `assemble`. Must be called on the other ranks. Needs
+        """Serves the first rank's call to `assemble`. Must be called on the other ranks. Needs
         memory for a few unsplit tensors at a time."""
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):

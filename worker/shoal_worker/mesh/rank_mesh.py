@@ -1,7 +1,7 @@
 """A model's current mesh: this rank's groups along the axes, and the objects that compute and sum
 on these groups.
 
-Created for each generation and dropped with it. Must be used by the training thread only.
+Created for each generation and dropped with it. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class RankMesh:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
-        """Runs a batch through the pipeline, and accumulates gradients and changes of buffers.
+        """Runs a batch through the pipeline, and accumulates gradients and changes to buffers.
         Returns the batch's loss. Without `everywhere`, ranks that do not have the last stage return
         None instead.
 

@@ -31,7 +31,8 @@ that deadline."""
 
 
 class Connection:
-    """Connection to one parameter server. Must be used by one thread at a time, except `close`."""
+    """Connection to one parameter server. Except for `close`, it may be used by only one thread at
+    a time."""
 
     def __init__(self, job: Job, share: ServerShare) -> None:
         """Creates a connection to the server with the partitions in `share`. Does not connect
@@ -107,7 +108,7 @@ and bsp)."""
 
 
 class Pulls:
-    """Pulls values from one server, without retries. Must be used by one thread at a time."""
+    """Pulls values from one server, without retries. May be used by only one thread at a time."""
 
     def __init__(
         self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None

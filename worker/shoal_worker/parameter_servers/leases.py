@@ -47,8 +47,8 @@ _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
 class LeaseSource(Protocol):
-    """Assigns the batches of each loader's epochs to workers, each batch to one worker. Must be
-    used by the training thread."""
+    """Assigns the batches of each loader's epochs to workers, each batch to one worker. May be used
+    only on the training thread."""
 
     def lease(
         self,
@@ -159,7 +159,7 @@ class CoordinatorLeases:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._numbered = 0
-        """Number of the last request. Must be used by the request thread only."""
+        """Number of the last request. May be used only on the request thread."""
         self._trouble = ""
         """Reason why the coordinator has not responded yet."""
 

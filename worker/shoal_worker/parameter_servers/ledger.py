@@ -121,7 +121,8 @@ class Ledger:
             entry.doubt = None
 
     def computed_on(self, versions: Mapping[int, int]) -> None:
-        """Records, by partition, the versions of the values used to compute the next gradients."""
+        """Records the versions of the values used to compute the next gradients. `versions`:
+        partition id -> version."""
         for partition_id, version in versions.items():
             self._entries[partition_id].base = version
 

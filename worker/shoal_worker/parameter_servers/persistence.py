@@ -47,7 +47,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Persistence:
-    """Retries calls to one parameter server. Must be used by one thread at a time."""
+    """Retries calls to one parameter server. May be used by only one thread at a time."""
 
     def __init__(
         self,

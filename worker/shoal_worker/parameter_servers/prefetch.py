@@ -35,8 +35,8 @@ class Source(Protocol):
 
 
 class Prefetch:
-    """One pull from all servers in the background. Must be used by the training thread, which must
-    not make other calls to servers during the pull."""
+    """One pull from all servers in the background. May be used only on the training thread, which
+    must not make other calls to servers during the pull."""
 
     def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
         """Creates a prefetch that is not pulling yet. `tensors`: the trained tensors. `ledger`:

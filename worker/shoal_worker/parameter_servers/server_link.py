@@ -14,8 +14,8 @@ Partitions may move to another server at any time
 `ParameterServers` reassigns the partitions, and unacknowledged pushes go to the new owner with the
 same numbers.
 
-Must be used by one thread at a time: the training thread passes work to a pool thread and waits for
-it.
+May be used by only one thread at a time: the training thread passes work to a pool thread and
+waits.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ParameterServers:
-    """Client of all parameter servers of the job. Must be used by the training thread."""
+    """Client of all parameter servers of the job. May be used only on the training thread."""
 
     def __init__(
         self,

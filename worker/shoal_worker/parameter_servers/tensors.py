@@ -1,8 +1,8 @@
 """A module's parameters and gradients in host memory, for sending and receiving.
 
 A contiguous CPU tensor uses its own memory. A tensor on a device, or with a non-contiguous layout,
-uses a copy in host memory. Must be used by the training thread; during an exchange, the threads
-that call the servers also read and write the values.
+uses a copy in host memory. A `HostTensor` may be used only on the training thread, except that the
+threads that call the servers read and write its values during an exchange.
 
 Also defines data types: the parts of tensors on each server, from the coordinator's shard map, and
 the gradients of a step with their encodings (`Iteration`).
@@ -55,7 +55,7 @@ class HostTensor:
     ) -> None:
         """Declares a parameter.
 
-        `trained`: True if the optimizer updates the parameter, so that it is pushed and pulled in
+        `trained`: True if the optimizer updates the parameter, which is then pushed and pulled in
         every step. Other parameters are pulled only once, for their initial values. `apart`: True
         if the parameter must not share a partition with other tensors.
 
@@ -424,7 +424,7 @@ def shares(
 # -------------------------------------------------------------------------------- what a step sends
 #
 # One step of a worker as reported to the servers, and the payloads of its gradients, raw or
-# compressed. Must be used by the thread that calls the server: see `ServerLink`.
+# compressed. May be used only by the thread that calls the server: see `ServerLink`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +443,7 @@ class Iteration:
     batch: int = 0
     """Key of the leased batch used to compute the gradients; 0: no batch."""
     in_part: bool = False
-    """True if other calls push the rest of the batch. A call of `ParameterServers.finished` then
+    """True if other calls push the rest of the batch. A call to `ParameterServers.finished` then
     marks the end of the batch."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """Pushes to buckets of sparse tables, by partition."""

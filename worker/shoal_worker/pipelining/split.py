@@ -259,8 +259,8 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """Stages of each parameter and buffer, by name, in the model's order. A tied tensor is listed
-    under each of its names. The first stage is the owner."""
+    """Name of each parameter and buffer -> its stages, in the model's order. A tied tensor is
+    listed under each of its names. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:

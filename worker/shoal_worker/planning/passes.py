@@ -260,7 +260,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder:
-    """Records the modules' operations and the memory that autograd keeps. Must be used by the
+    """Records the modules' operations and the memory that autograd keeps. May be used only by the
     thread that runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:

@@ -109,7 +109,7 @@ class Bucket:
     def fill(self, factor: float, *, sums: bool) -> None:
         """Prepares this rank's contribution to the sum. A rank with weight 0 contributes zeros,
         even if its gradients are NaN. `factor`: this rank's fraction of the total weight. `sums`:
-        True if the loss is summed, so that gradients are not multiplied by `factor`."""
+        True if the loss is summed; gradients are then not multiplied by `factor`."""
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -239,8 +239,8 @@ def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 class Flight:
-    """Reductions in progress. Must be used by the training thread, or by the thread of a backward
-    pass while the training thread waits."""
+    """Reductions in progress. May be used only on the training thread, or on the thread of a
+    backward pass while the training thread waits."""
 
     def __init__(
         self, session: StrategySession, compression: GradientCompression | None = None
@@ -288,8 +288,8 @@ class Flight:
         return group
 
     def land(self, step: Step | None) -> bool:
-        """Waits for all started reductions of `step`. Returns True if the step has not failed, so
-        that all sums are available."""
+        """Waits for all started reductions of `step`. Returns True if the step has not failed; all
+        sums are then available."""
         if self._reductions:
             self._finish_compressed()
         works, self._works = self._works, []

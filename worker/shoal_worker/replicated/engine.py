@@ -388,8 +388,8 @@ class ReplicatedEngine(Engine):
         self._step_buffers.report_writes(step, self._writes)
 
     def _counts(self, step: Step) -> bool:
-        """Returns whether this rank's batch, in a step without micro-batches, has a weight above 0,
-        so that minima and maxima from its passes count."""
+        """Returns whether this rank's batch, in a step without micro-batches, has a weight above 0.
+        Minima and maxima from its passes count only in this case."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
@@ -506,9 +506,9 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Records whether the step's gradients have not been cleared at its end, so that the next
-        backward pass would add to them. Logs a warning if this step has added to earlier gradients
-        that newly joined ranks do not have."""
+        """Records whether the step's gradients have not been cleared at its end. The next backward
+        pass would then add to them. Logs a warning if this step has added to earlier gradients that
+        newly joined ranks do not have."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in

@@ -127,8 +127,8 @@ class Collectives(Protocol):
 
     @property
     def lost(self) -> bool:
-        """True if a collective of the step has failed, so that no more collectives are issued in
-        the step."""
+        """True if a collective of the step has failed. No more collectives are then issued in the
+        step."""
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:

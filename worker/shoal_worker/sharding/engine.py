@@ -584,7 +584,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """Returns this rank's contribution to the changes of buffers."""
+        """Returns this rank's contribution to the changes to buffers."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)

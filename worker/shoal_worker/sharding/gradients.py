@@ -6,7 +6,7 @@ across ranks. Squares of float32 numbers are exact in float64. Each square is sp
 elements, which float64 represents exactly, even in an all-reduce. (The idea of a long accumulator:
 Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
-`engine.py` decides how a step ends. Must be used by the training thread only.
+`engine.py` decides how a step ends. May be used only on the training thread.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ optimizer updates it together with the rank's own shard; afterwards, it is moved
 passes, when activations need the most memory, mirrors do not use device memory. The price is two
 transfers of the mirror over the bus per step.
 
-Copies are queued on the training thread's stream, and the host does not wait for them. Must be used
-by the training thread only.
+Copies are queued on the training thread's stream, and the host does not wait for them. May be used
+only on the training thread.
 """
 
 from __future__ import annotations

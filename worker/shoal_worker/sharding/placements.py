@@ -40,7 +40,7 @@ class ShardPlacement:
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a copy of a flat device tensor in this memory, or the tensor itself if it is
         already there and has this dtype. Used for updates. The values are available after the next
-        call of `arrived`; one call suffices for many tensors."""
+        call to `arrived`; one call suffices for many tensors."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:

@@ -3,7 +3,7 @@ the ranks of a group.
 
 This module changes the sharding, and assembles the complete state (`whole_vectors.py`) for
 checkpoints, operations between steps, and the user. It is independent of steps (`engine.py`) and of
-gathering during passes (`execution.py`). Must be used by the training thread only.
+gathering during passes (`execution.py`). May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ShardedState(PartitionedState):
 
     @property
     def whole(self) -> bool:
-        """True if the state is not sharded yet, so that this rank has all of it."""
+        """True if the state is not sharded yet; this rank then has all of it."""
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:

@@ -4,7 +4,7 @@ A bucket's version counts its pushes, so every rank knows each bucket's version 
 A different version means either that a server has lost its data, which is logged and tolerated, or
 that a different job is training the table, which is an error.
 
-Must be used by the training thread only.
+May be used only on the training thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ does. The table collects the rows' gradients until the step uses them: under asy
 applies them. Rows come from a `RowSource`: the process itself, until `as_distributed` replaces it
 with the servers.
 
-Must be used by the training thread only. Hooks in the backward pass collect the gradients.
+May be used only on the training thread. Hooks in the backward pass collect the gradients.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ exactly once, regardless of which ranks die:
    checkpoint contains the rows too (`row_store.py`), and returning to it restores the rows with
    their versions.
 
-Must be used by the training thread, or by the thread of a backward pass that recomputes activations
-while the training thread waits.
+May be used only on the training thread, or on the thread of a backward pass that recomputes
+activations while the training thread waits.
 """
 
 from __future__ import annotations

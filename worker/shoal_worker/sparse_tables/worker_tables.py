@@ -5,7 +5,7 @@ Rows are looked up (row_reader.py) when the training thread needs them, or in ad
 while pushes are in progress. A step's pushes to tables are sent with its dense gradients, with the
 same sequence numbers, clock and batch (server_link.py); this module only creates the pushes.
 
-Must be used by the training thread only."""
+May be used only on the training thread."""
 
 from __future__ import annotations
 

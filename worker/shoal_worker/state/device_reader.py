@@ -10,7 +10,7 @@ This takes device memory, but no host thread waits for it, and later changes to 
 affect the copy. If the device does not have enough memory for the copy, the caller waits for the
 transfer.
 
-A `DeviceReader` must be used by one thread; any thread may create one. `HostCopies` starts copies
+Any thread may create a `DeviceReader`, but only one thread may use it. `HostCopies` starts copies
 on the training thread and completes them on any thread."""
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def digest_in_place(tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Computes a digest of a tensor's bytes on the tensor's device, and returns it as a 64-bit
-    integer tensor on that device. A change of one bit, or a swap of two elements, changes the
+    integer tensor on that device. A change to one bit, or a swap of two elements, changes the
     digest with very high probability."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
@@ -104,7 +104,7 @@ def part_digest(part: torch.Tensor, begin: int) -> int:
     depend on how the tensor is divided into parts, or on their devices. `begin`: index of the first
     element.
 
-    A change of one bit, or a swap of two elements, changes the digest with very high probability.
+    A change to one bit, or a swap of two elements, changes the digest with very high probability.
     """
     plain = part.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(

@@ -42,8 +42,8 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Encodes tensors, by name, and metadata as JSON in the safetensors format. Tied tensors are
-    written once for each name."""
+    """Encodes named tensors in the safetensors format, with `metadata` as JSON in the header. A
+    tied tensor is written once for each of its names."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -73,11 +73,12 @@ class AsyncSGDOptimizer(ShardedOptimizer):
     """The user's optimizer, which runs on the servers: `step` pushes gradients and pulls values.
     The worker has no optimizer state.
 
-    With `inner_steps=` the optimizer runs on this worker, and every `inner_steps` steps `step` also
+    With `inner_steps=H`, the optimizer runs on this worker, and only every H-th call to `step` also
     pushes and pulls.
 
     Settings changed in `param_groups`, for example by schedulers, are sent to the servers with the
-    next push. If the workers' schedules have advanced differently, the furthest one applies.
+    next push. If the workers' schedules have advanced to different points, the one furthest ahead
+    applies.
     """
 
     @property

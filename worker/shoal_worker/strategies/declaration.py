@@ -43,8 +43,8 @@ class Strategy:
     """True if all ranks run each pass at the same time, each on its own samples. The model may then
     communicate within a pass, as SyncBatchNorm layers and `shoal.whole_batch` do."""
     keeps_memory: bool = False
-    """True if the strategy leaves parameters in the memory that the user's module allocated, so
-    that two parameters may share memory."""
+    """True if the strategy leaves parameters in the memory that the user's module allocated. Two
+    parameters may then share memory."""
     sparse_tables: bool = False
     """True if the strategy supports models with sparse tables."""
     several_models: bool = False

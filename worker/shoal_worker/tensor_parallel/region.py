@@ -228,7 +228,7 @@ RULES: dict[Any, Rule] = {
 
 
 class RegionMode(TorchFunctionMode):
-    """Torch function mode installed by `region`. Must be used by one thread."""
+    """Torch function mode installed by `region`. May be used by only one thread."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 MOST_WAITING: Final = 10_000
 """Maximum number of reports in the queue."""
 _BATCH: Final = 500
-"""Maximum number of reports in one call of the sink."""
+"""Maximum number of reports in one call to the sink."""
 _LONGEST_PAUSE_S: Final = 30.0
 """Maximum time between two attempts to reach a tracker, in seconds."""
 
@@ -154,7 +154,7 @@ class Delivery:
             self._passed_on(len(items))
 
     def _next(self) -> list[_Open | Report | _Close] | None:
-        """Waits until the queue has an item, and returns the items for the next call of the sink.
+        """Waits until the queue has an item, and returns the items for the next call to the sink.
         They stay in the queue until they are written. Returns None after the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ends)

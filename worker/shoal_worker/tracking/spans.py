@@ -1,7 +1,7 @@
 """Spans of one rank, for sinks that trace: steps, generations, checkpoints and calls.
 
 There are so few spans that none needs to be dropped: each span covers `every_steps` steps, and
-calls to services have a span only if they fail or are slow. Of all other calls of a method, one
+calls to services have a span only if they fail or are slow. Of all other calls to a method, one
 call every ten seconds has a span.
 """
 

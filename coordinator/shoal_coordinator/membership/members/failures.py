@@ -88,7 +88,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
 
 def _has_ended(draft: Draft) -> bool:
-    """Returns whether members have left after the last step, so that no generation will follow. An
+    """Returns whether members have left after the last step. No generation will then follow. An
     incident is then irrelevant, although it may be due in the same transition."""
     return draft.phase is JobPhase.FINISHED or draft.departing
 

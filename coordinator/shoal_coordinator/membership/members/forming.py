@@ -177,8 +177,8 @@ def _choose(
 
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
-    """Assigns ranks to the members of a generation. Leaves unchanged members' records untouched, so
-    that they need not be written again."""
+    """Assigns ranks to the members of a generation. Does not touch the records of members that have
+    not changed, so that these need not be written again."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:

@@ -163,7 +163,8 @@ class Ledger:
         return self.take_back(member_id)
 
     def holds_of(self, member_id: str) -> bool:
-        """Returns whether the epoch has leases or a recorded response of this member."""
+        """Returns whether the epoch has a record of this member: its leases, the last response sent
+        to it, or its speed."""
         return (
             member_id in self._leased or member_id in self._answers or member_id in self._batch_ms
         )

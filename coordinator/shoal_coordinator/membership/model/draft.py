@@ -2,7 +2,7 @@
 
 A transition applies many events. A mapping of ten thousand members is copied only once, on its
 first change, and changed keys are recorded so that only their values are written. A draft belongs
-to one call of `transition` and is the only mutable object in the core.
+to one call to `transition` and is the only mutable object in the core.
 """
 
 from __future__ import annotations

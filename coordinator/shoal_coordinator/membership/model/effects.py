@@ -38,7 +38,8 @@ class SendStandby:
 
 @dataclass(frozen=True, kw_only=True)
 class SilentMember:
-    """A member that sends no heartbeats, and a member on its machine that reads its stacks."""
+    """A member that has stopped sending heartbeats. Another member on its machine, `read_by`, reads
+    its stack traces."""
 
     member_id: str
     pid: int
@@ -50,8 +51,8 @@ class SilentMember:
 
 @dataclass(frozen=True, kw_only=True)
 class SendNotice:
-    """Notifies the members of a generation what training is waiting for. An empty text means that
-    the wait has ended."""
+    """Tells the members of a generation what training is waiting for. An empty text means that the
+    wait has ended."""
 
     generation: Generation
     text: str
@@ -76,8 +77,8 @@ class SendStop:
     """True if the member must leave immediately, since it will not reach another step boundary and
     no generation follows. False if it leaves at the next step boundary, even after a failure."""
     behind: bool = False
-    """True if the newest generation excludes this member, which worked in an earlier one, so that
-    its state is outdated."""
+    """True if the newest generation excludes this member, which worked in an earlier one. Its state
+    is then outdated."""
     finished_steps: int | None = None
     """Number of steps committed by a member whose script has finished; None if no script has
     finished, or the number is unknown."""

@@ -35,7 +35,7 @@ class TensorSpec:
     dtype: str
     """Data type of the elements, a key of ITEM_BYTES."""
     frozen: bool = False
-    """True if the tensor is in no optimizer, so that it never receives a gradient."""
+    """True if the tensor is in no optimizer. It then never receives a gradient."""
     apart: bool = False
     """True if the tensor must not share a partition with other tensors."""
     table: TableSpec | None = None

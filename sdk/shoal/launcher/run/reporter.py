@@ -173,8 +173,8 @@ class ExitReporter:
             )
 
     def is_put_out(self, member_id: str) -> bool:
-        """Returns whether the coordinator has evicted a member, so that no other member waits for
-        its process. Blocks for at most 2 s."""
+        """Returns whether the coordinator has evicted a member. No other member then waits for its
+        process. Blocks for at most 2 s."""
         try:
             return bool(
                 self._client.get_job(

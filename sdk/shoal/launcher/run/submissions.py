@@ -74,7 +74,7 @@ class Submission:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of the submission is running, so that its log is complete."""
+        """True if no process of the submission is running. Its log is then complete."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:

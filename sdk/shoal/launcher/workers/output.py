@@ -166,7 +166,7 @@ class OutputPump:
         self.order(lambda: self._write(Stream.ERR, text.encode()))
 
     def order(self, order: Callable[[], None]) -> None:
-        """Schedules a call of `order` on the pump's thread, after all previously scheduled
+        """Schedules a call to `order` on the pump's thread, after all previously scheduled
         calls."""
         self._orders.put(order)
         os.eventfd_write(self._wakeup, 1)

@@ -58,7 +58,7 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended, so that a new member would have no work."""
+        """True if the job has ended. A new member would then have no work."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
@@ -144,8 +144,8 @@ class RestartPolicy:
         """Failures that the run recovered from, through a replacement, a restart or other
         workers."""
         self.refused = ""
-        """Reason why the job refuses this machine, so that no worker is replaced; empty if the
-        machine is not refused."""
+        """Reason why the job refuses this machine, on which no worker is then replaced; empty if
+        the machine is not refused."""
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
@@ -216,8 +216,9 @@ class RestartPolicy:
         return action
 
     def _outlive(self) -> None:
-        """Marks failures as recovered, because a worker succeeded or all workers were restarted.
-        The failure of an elastic worker that raised an exception remains."""
+        """Records that the run has recovered from its failures, because a worker succeeded or all
+        workers were restarted. Only `fatal` remains: the first failure of an elastic worker that
+        raised an exception and was not replaced."""
         self.survived += [failure for failure in self._failures if failure is not self.fatal]
         self._failures = [self.fatal] if self.fatal is not None else []
 

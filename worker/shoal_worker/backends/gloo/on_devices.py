@@ -63,9 +63,9 @@ class StreamOrder:
 
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
-    """Returns the order of a collective that is being issued with these arguments: tensors, lists
-    of tensors, and other values. Returns None if no argument is on a CUDA device, where the order
-    of calls on the host suffices."""
+    """Returns the `Order` for a collective that is about to be issued with these arguments
+    (tensors, lists of tensors, and other values). Returns None if they are not on a CUDA device:
+    the sequence of calls on the host then suffices."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 

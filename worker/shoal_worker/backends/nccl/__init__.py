@@ -1,6 +1,6 @@
 """NCCL for CUDA devices. When a group has ended, no kernel reads or writes its memory any more.
 
-`backend` forms groups. `device` contains all calls of CUDA and of torch's ProcessGroupNCCL; tests
+`backend` forms groups. `device` contains all calls to CUDA and to torch's ProcessGroupNCCL; tests
 replace it with a device that needs no GPU. `group` is the process group: callers wait until the
 device has finished a collective, or several together (`ordered`). `ending` aborts or finalizes the
 group. `sharing` refuses two ranks on one device.

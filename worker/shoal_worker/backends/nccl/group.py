@@ -2,9 +2,9 @@
 only if all of its collectives have completed on the device.
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
-without an error, so that the values in their tensors look like results. A step may be applied only
-if all its collectives have completed. Therefore, `wait` here blocks until the device has finished,
-and then checks whether the group has ended. If it has, `wait` raises an error only once none of the
+without an error. The values in their tensors then look like results. A step may be applied only if
+all its collectives have completed. Therefore, `wait` here blocks until the device has finished, and
+then checks whether the group has ended. If it has, `wait` raises an error only once none of the
 group's kernels is running (ending.py), so that the caller may reuse the memory.
 
 If every collective of a step waited in this way, the host would stop at every block of the model.
@@ -49,7 +49,7 @@ DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether `error`, raised by a call of the library, means that the call is invalid."""
+    """Returns whether `error`, raised by a call to the library, means that the call is invalid."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True

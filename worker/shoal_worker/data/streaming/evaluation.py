@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class StreamedEvaluation:
-    """Batches of a stream, for evaluation. Must be used by one thread at a time."""
+    """Batches of a stream, for evaluation. May be used by only one thread at a time."""
 
     def __init__(
         self,

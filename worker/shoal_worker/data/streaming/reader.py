@@ -11,7 +11,7 @@ before, the reader raises an error, because samples would be lost or seen twice.
 The random generators of torch, NumPy and Python are seeded before each item by its position. The
 random numbers drawn by a source therefore do not depend on how the reader reached the position.
 
-This module does not depend on ranks and steps. Must be used by one thread."""
+This module does not depend on ranks and steps. May be used by only one thread."""
 
 from __future__ import annotations
 

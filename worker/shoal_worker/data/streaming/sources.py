@@ -8,7 +8,7 @@ ranks and steps. They run until the epoch ends or the script leaves the loop, an
 rank (`fetch.py`). If a source raises an error in a worker, the rank raises the error when it
 reaches that item.
 
-Must be used by one thread. The worker's side runs on the only thread of the worker process.
+May be used by only one thread. The worker's side runs on the only thread of the worker process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ any other phase, it raises InternalError. Between two transitions the following 
 
 1. A process in REPLAYING or LEFT does not send its state to peers or take part in their operations.
    In all other phases it has the job's state, which is complete except in TORN.
-2. A change of the state can begin only in TRAINING. A process in TORN stays there until an update
+2. A change to the state can begin only in TRAINING. A process in TORN stays there until an update
    of the state has completed, or until the state has been replaced. Stopping, leaving a loop, or
    failing to read a checkpoint does not end TORN.
 3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the other phases steps
@@ -80,8 +80,8 @@ class ScriptPhase:
 
     @property
     def replaying(self) -> bool:
-        """True if this process's script has not reached its peers' position, so that the script's
-        calls are answered locally."""
+        """True if this process's script has not reached its peers' position. The script's calls are
+        then answered locally."""
         return self.now in (Phase.REPLAYING, Phase.ARRIVING)
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class ScriptPhase:
         )
 
     def tear(self) -> None:
-        """Enters TORN, because a change of the state is beginning."""
+        """Enters TORN, because a change to the state is beginning."""
         self._move("tear", {Phase.TRAINING: Phase.TORN})
 
     def mend(self) -> None:

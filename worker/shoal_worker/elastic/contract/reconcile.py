@@ -52,21 +52,21 @@ class RankStatus:
     """Number of step outcomes received by the rank's script, including the outcome of the current
     step."""
     attached: bool
-    """True if the rank has a model, so that it can receive a state."""
+    """True if the rank has a model and can therefore receive a state."""
     learner: bool
     """True if the rank is a learner: a joiner that is replaying its script. It receives its state
     only at the next step boundary, where the scripts of all ranks are at the same position."""
     poisoned: bool
-    """True if an update raised an exception before it was complete, so that this rank must not send
+    """True if an update raised an exception before it was complete. This rank must then not send
     its state."""
     operations: int
     """Number of operations between steps that the rank has finished since the last commit."""
     rewinds: bool = False
-    """True if the rank's current step was undone together with all other steps of its round, so
-    that the operations between these steps will be repeated."""
+    """True if the rank's current step was undone together with all other steps of its round. The
+    operations between these steps will then be repeated."""
     interrupted: Interrupted | None = None
     """Activity of the rank when its group failed. None if it was idle, or if it has since received
-    a state or results, so that its script is at the senders' position."""
+    a state or results, which put its script at the senders' position."""
 
     def encode(self) -> list[int]:
         """Returns the status as integers, for an all-gather of int64."""

@@ -46,14 +46,14 @@ class StoredRows(Protocol):
 
 
 class RowStore(Protocol):
-    """Rows of the model's sparse tables on the servers that train them. Must be used by one thread
-    at a time."""
+    """Rows of the model's sparse tables on the servers that train them. May be used by only one
+    thread at a time."""
 
     @property
     def steady(self) -> bool:
-        """True if rows change only in steps that all ranks take together, so that all ranks can
-        read their shares of the rows between steps. If False, rows may change at any time, and a
-        bucket is saved as it is when it is read."""
+        """True if rows change only in steps that all ranks take together. All ranks can then read
+        their shares of the rows between steps. If False, rows may change at any time, and a bucket
+        is saved as it is when it is read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
         """Returns the declarations of all tables: table name -> JSON object with num_embeddings,

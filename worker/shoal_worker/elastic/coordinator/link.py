@@ -362,7 +362,7 @@ class CoordinatorLink:
 
     @property
     def refused(self) -> ShoalError | None:
-        """Reason why the coordinator no longer accepts this process as a member, so that it must
+        """Reason why the coordinator no longer accepts this process as a member, which must then
         stop training; None if it is still a member."""
         return self._fatal
 

@@ -115,7 +115,7 @@ class ProgressMeter:
         self._lock = threading.Lock()
         self._sequence = 0
         self._moved_at, self._thread, self._native_id = clock(), 0, 0
-        """Time of the last call of `entered`, and the identifier and native id of the training
+        """Time of the last call to `entered`, and the identifier and native id of the training
         thread, which made that call."""
         self._kernel_wait = KernelWait()
         self.data_worker = ""
@@ -365,7 +365,7 @@ class ProgressMeter:
 
     @property
     def reported(self) -> Mapping[str, ReportedLoss]:
-        """All numbers that the loop reports, by name, including the loss."""
+        """All numbers that the loop reports, including the loss; keyed by name."""
         return {"loss": self.loss, **self._reported}
 
     @property

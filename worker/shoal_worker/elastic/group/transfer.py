@@ -301,8 +301,8 @@ def take_state(
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, int]:
     """Fetches the state that the `donors` (host:port) offer under `nonce`. Returns the state and
-    the number of bytes received. Does not change this process's state. `own`: this process's
-    tensors, by name, that the donors do not send.
+    the number of bytes received. Does not change this process's state. `own`: tensors that the
+    donors do not send, because this process has them; keyed by name.
 
     `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: called with
     each new connection, so that another thread can abort the transfer by shutting the connection
@@ -599,7 +599,8 @@ class StateExchange:
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
         """Fetches the state from the ranks `donors` and returns it. Does not change this process's
-        state. `own`: this process's tensors, by name, that the donors do not send.
+        state. `own`: tensors that the donors do not send, because this process has them; keyed by
+        name.
 
         Raises:
             UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,

@@ -114,8 +114,7 @@ class Formation:
         have ended. None before the first. Does not show a group whose ranks have met but not
         agreed; see `Member.group`."""
         self._stands = False
-        """True if the group is established, so that sharded state is distributed across its
-        ranks."""
+        """True if the group is established. Sharded state is then distributed across its ranks."""
         self._met = False
         """True if the ranks of the membership's group agree on the state, but the group is not yet
         established."""
@@ -230,7 +229,7 @@ class Formation:
     def settle(self, *, updated: bool = False) -> None:
         """Forms and establishes a group if necessary. Returns when the group is established, or
         when this rank's script must advance first. `updated`: True if the state has changed since
-        the ranks met, so that its shards must be consolidated. Raises the same errors as `reform`.
+        the ranks met. Its shards must then be consolidated. Raises the same errors as `reform`.
         """
         if self.healthy or (self.must_move and not updated):
             return

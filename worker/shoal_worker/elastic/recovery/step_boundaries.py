@@ -50,8 +50,8 @@ class BoundaryMessage:
     asked: bool
     """True if this rank has been asked to leave."""
     excluded: bool
-    """True if the coordinator has formed a generation without this rank, so that this rank leaves
-    at this boundary."""
+    """True if the coordinator has formed a generation without this rank. This rank then leaves at
+    this boundary."""
     holds: Sequence[str]
     """Names of this rank's parts of the state; a part has the same name on all ranks."""
     stopping: bool

@@ -686,8 +686,8 @@ class StepLifecycle:
 
     @property
     def _rehearsing(self) -> bool:
-        """True if a joiner's script has not reached its loop yet, so that calls of the model do not
-        belong to a step. Always False in a loop without a Shoal loader, where the first call of the
+        """True if a joiner's script has not reached its loop yet. Calls to the model then do not
+        belong to a step. Always False in a loop without a Shoal loader, where the first call to the
         model begins the first step.
         """
         return self.step is None and self._held.phase.replaying and bool(self._held.sources)

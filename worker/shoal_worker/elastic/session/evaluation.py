@@ -87,7 +87,7 @@ class Patience:
         self.best: float | None = None
         self.bad_calls = 0
         self.site: object = None
-        """Position of the call of `should_early_stop` in the script; None if not known yet."""
+        """Position of the call to `should_early_stop` in the script; None if not known yet."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
         """Records a metric. Returns whether the metric has not improved in `patience` consecutive

@@ -183,8 +183,8 @@ class Session:
 
     @property
     def has_left(self) -> bool:
-        """True if this process has left its job and the job continues, so that this process's state
-        no longer counts."""
+        """True if this process has left its job and the job continues. This process's state then no
+        longer counts."""
         return self._held.phase.now is Phase.LEFT
 
     @property

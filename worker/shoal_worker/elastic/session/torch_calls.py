@@ -130,7 +130,7 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def _by_itself(self) -> bool:
-        """True if the script is not at its peers' position, so that its calls are answered locally
+        """True if the script is not at its peers' position. Its calls are then answered locally
         (see `Session.operation`)."""
         return self.session.is_joining or self.session.is_redoing
 

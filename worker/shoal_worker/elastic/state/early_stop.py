@@ -2,7 +2,7 @@
 because `should_early_stop` returned True.
 
 Checkpoints contain this record, so that a resumed run does not train another epoch. It is made only
-if every call of `should_early_stop` since the last step has returned True: if one of two metrics
+if every call to `should_early_stop` since the last step has returned True: if one of two metrics
 still improves, the script has left the loop for a different reason."""
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from shoal_worker.elastic.state.strategy_interface import BUFFERS, TrainingEngin
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
-"""Number of parts of a tensor that are compared. If only one part differs, only one or a few
-elements are wrong."""
+"""Number of parts into which a tensor is divided for the comparison. If only one part differs, only
+one or a few elements are wrong."""
 
 
 def note_last_state(held: CommittedState, group: Group | None) -> None:

@@ -465,7 +465,7 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
-        # Schedulers and scalers need no copy, because calls of their wrapped methods can be
+        # Schedulers and scalers need no copy, because calls to their wrapped methods can be
         # ignored. A loader's state takes effect only in its next iteration.
         if copied and not isinstance(value, (*NAMES, Iterable)):
             self._copied.add(name)

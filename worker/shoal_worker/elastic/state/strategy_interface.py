@@ -91,7 +91,7 @@ class TrainingEngine(abc.ABC):
     @property
     def lacks_ranks(self) -> bool:
         """True if this rank has the complete state, but there are too few ranks for a replica of
-        the model, so that no step begins before more ranks join."""
+        the model. No step then begins before more ranks join."""
         return False
 
     @property

@@ -69,8 +69,8 @@ def load_optimizer(
     running product). A rank that receives its peers' state must not lose precision.
 
     Args:
-        exact: True if the state was saved with parameters of the same dtypes, so that its values
-            keep their dtypes. An optimizer with its own loading method handles this itself.
+        exact: True if the state was saved with parameters of the same dtypes. Its values then keep
+        their dtypes. An optimizer with its own loading method handles this itself.
     """
     optimizer.load_state_dict(dict(state))
     exact = exact and type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

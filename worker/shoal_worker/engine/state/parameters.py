@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Converts the argument of `with_parameters` to a dict of values by parameter name. `own`: the
-    model's unsharded parameters, in order.
+    """Converts the argument of `with_parameters` to a dict from parameter names to values. `own`:
+    the model's unsharded parameters, in order.
 
     Raises:
         ConfigurationError: a name, a shape or the number of elements does not match.

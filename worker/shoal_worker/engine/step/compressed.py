@@ -5,8 +5,8 @@ Each model with `gradient_compression=` has one `GradientCompression`. Engines s
 through it (`Flight`, sharding's collectives) and report the outcome of each step, which determines
 whether its residuals are kept (docs/explanation/compression.md#error-feedback).
 
-Must be used by the training thread, or by the thread of a backward pass while the training thread
-waits.
+May be used only on the training thread, or on the thread of a backward pass while the training
+thread waits.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def await_reductions(
     session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
 ) -> bool:
     """Waits for all reductions of `step`, even if one fails, because none may still write to memory
-    when the step is repeated. Returns True if the step has not failed, so that all sums are
+    when the step is repeated. Returns True if the step has not failed; all sums are then
     available."""
     for group, work in works:
         with LosingStep(session):

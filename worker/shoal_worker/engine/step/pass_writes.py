@@ -283,7 +283,7 @@ class WrittenParameters:
     def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
         """Checks that no parameter was written, because this strategy would lose the values;
         otherwise raises ConfigurationError. `unless`: function that returns True if a collective
-        has failed, so that the step is aborted in any case."""
+        has failed. The step is then aborted in any case."""
         names = self.names()
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)

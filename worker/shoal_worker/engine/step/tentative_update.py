@@ -1,5 +1,5 @@
-"""Update of one of several models that can be undone, because the outcome of the step is not yet
-known."""
+"""Updates that can be undone. In a step with several models, each model is updated before the
+outcome of the step is known."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ SERVERS: Final = "servers"
 
 _IN_ORDER = (
     'deterministic=True with strategy="async_sgd": pushes are applied in order of arrival, so '
-    "results do not repeat"
+    "results differ between runs"
 )
 _APART = (
     "with local_sgd, the result depends on the number of ranks that train independently; use "
@@ -153,8 +153,8 @@ _DIVIDED = (
 _COME_AND_GO = "its workers and servers are separate processes; start them with `shoal run`"
 _TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected at least 1 stage and at most one per block"
 _SCALED = (
-    "a GradScaler with a pipeline: train_step runs the backward passes of losses itself, so a "
-    "scaler cannot scale them"
+    "a GradScaler with a pipeline: train_step itself runs the backward pass of each loss, so the "
+    "script cannot scale the loss first"
 )
 
 

@@ -72,8 +72,8 @@ class Plan:
         ):
             if not resources or any(amount <= 0 for amount in resources.values()):
                 raise ConfigurationError(
-                    f"{name}={dict(resources)}: expected amounts above 0 by Ray's resource names, "
-                    "as in {'CPU': 1, 'GPU': 1}"
+                    f"{name}={dict(resources)}: expected one or more of Ray's resource names, each "
+                    "with an amount above 0, as in {'CPU': 1, 'GPU': 1}"
                 )
         if self.strategy not in _STRATEGIES:
             raise ConfigurationError(

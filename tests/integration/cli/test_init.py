@@ -24,7 +24,7 @@ def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell
     victim = shell.pids()[1]
     os.kill(victim, signal.SIGKILL)
     assert command.wait() == 0, command.stderr
-    assert f"1 worker failure was recovered: rank 1 (pid {victim}, SIGKILL)" in command.stderr
+    assert f"recovered from 1 worker failure: rank 1 (pid {victim}, SIGKILL)" in command.stderr
     epochs = re.findall(r"epoch (\d+): accuracy (\S+), best (\S+)", command.stdout)
     assert [int(epoch) for epoch, _, _ in epochs] == list(range(30))
     best = max(float(accuracy) for _, accuracy, _ in epochs)

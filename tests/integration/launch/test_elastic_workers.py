@@ -56,7 +56,7 @@ def test_a_killed_worker_is_replaced_while_the_others_go_on(
     )
     assert shell.pids()[:2] == [first, third]
     assert finish(shell, command) == 0
-    assert f"1 worker failure was recovered: rank 1 (pid {victim}, SIGKILL)" in command.stderr
+    assert f"recovered from 1 worker failure: rank 1 (pid {victim}, SIGKILL)" in command.stderr
 
 
 def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_run_has_failed(
@@ -83,7 +83,7 @@ def test_what_the_others_outlive_is_told_and_is_no_failure(
     os.kill(shell.pids()[0], signal.SIGKILL)
     command.wait_for_output("[1]: generation 2 rank 0 of 1")
     assert finish(shell, command) == 0
-    assert "run completed; 1 worker failure was recovered" in command.stderr
+    assert "run completed; recovered from 1 worker failure" in command.stderr
 
 
 def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(

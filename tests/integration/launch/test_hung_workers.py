@@ -46,5 +46,5 @@ def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> N
         command.stderr,
     )
     assert "[0]: ended at step 10 of a world of 1" in command.stdout
-    assert "run completed; 1 worker failure was recovered" in command.stderr
+    assert "run completed; recovered from 1 worker failure" in command.stderr
     assert command.family() == []

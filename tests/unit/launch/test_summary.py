@@ -50,6 +50,6 @@ def test_one_line_names_rank_host_and_exception() -> None:
 
 
 def test_a_run_that_was_stopped_is_not_called_completed() -> None:
-    line = "run {}; 1 worker failure was recovered: rank 1 (pid 77, exit code 1)"
+    line = "run {}; recovered from 1 worker failure: rank 1 (pid 77, exit code 1)"
     assert survived_summary([failure(1)], stopped=False) == line.format("completed")
     assert survived_summary([failure(1)], stopped=True) == line.format("stopped")

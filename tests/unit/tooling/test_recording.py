@@ -23,7 +23,7 @@ def test_the_recorded_run_lost_a_worker_and_completed() -> None:
     texts = [line.text for line in read()]
     for part in ("$ shoal kill 1", "killed rank 1", "is lost", "continued from step", "joined"):
         assert any(part in text for text in texts), part
-    assert texts[-1].startswith("shoal: run completed; 1 worker failure was recovered")
+    assert texts[-1].startswith("shoal: run completed; recovered from 1 worker failure")
     assert [line.second for line in read()] == sorted(line.second for line in read())
     assert str(_ROOT) not in LINES.read_text()
 

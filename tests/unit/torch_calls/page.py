@@ -155,7 +155,7 @@ way, as in torch's own data parallelism.
   script received the step's batch.
 - **Non-persistent buffers** (`persistent=False`: tables, masks, random projections) get the values
   of rank 0 when training starts and when a worker joins. A buffer whose shape differs from that of
-  rank 0 (a cache) is left unchanged. Changes of these buffers are not reduced in steps. After
+  rank 0 (a cache) is left unchanged. Changes to these buffers are not reduced in steps. After
   `shoal.resume`, they have the values that the script on rank 0 computed, as in plain torch, not
   the values of the run that wrote the checkpoint. Under `async_sgd`, each worker has its own, as
   for all buffers.

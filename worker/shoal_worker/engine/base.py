@@ -178,7 +178,8 @@ class Engine(TrainingEngine):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's own `generate` (`ShardedModel.generate`)."""
         self.check_values_here(
-            "generate()", "model.clone().generate(...) generates with a copy of the whole model"
+            "generate()",
+            "call model.clone().generate(...), which generates with a copy of the whole model",
         )
         module: Any = self.module
         return module.generate(*args, **kwargs)

@@ -499,7 +499,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
                 f"model.{call} cannot be used with strategy={self.strategy!r}, because each rank "
-                "holds only parts of the parameters between passes. Called on every rank, "
+                "holds only parts of the parameters between passes. Instead, on every rank, "
                 f"{instead}"
             )
 

@@ -245,7 +245,7 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     if config.deterministic:
         raise ConfigurationError(
             'deterministic=True with strategy="async_sgd": pushes are applied in order of '
-            'arrival, so results do not repeat; use "ddp" for reproducible results'
+            'arrival, so results differ between runs; use "ddp" for reproducible results'
         )
 
 

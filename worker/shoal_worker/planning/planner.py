@@ -264,7 +264,7 @@ class _Planner:
             entry.style is Style.REPLICATE for entry in blueprint.plan.entries
         ):
             raise ConfigurationError(
-                "no layer would be split, because none has "
+                "no layer would be split, because none has at least "
                 f"{subject.config.minimum_parameter_group_size} elements "
                 "(minimum_parameter_group_size)"
             )

@@ -335,7 +335,8 @@ class ShardedModel(nn.Module):
         of the values."""
         self.engine.check_values_here(
             "state_dict()",
-            "model.full_state_dict() returns the whole state with the original module's names",
+            "call model.full_state_dict(), which returns the whole state with the original "
+            "module's names",
         )
         return super().state_dict(*args, **kwargs)
 
@@ -344,8 +345,8 @@ class ShardedModel(nn.Module):
         dict. Raises PreconditionError if this rank has only part of the values."""
         self.engine.check_values_here(
             "load_state_dict()",
-            "model.load_full(state) loads the result of model.full_state_dict(), and "
-            "model.load_model(path) loads a file",
+            "load the result of model.full_state_dict() with model.load_full(state), or a file "
+            "with model.load_model(path)",
         )
         return super().load_state_dict(*args, **kwargs)
 

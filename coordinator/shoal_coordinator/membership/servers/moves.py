@@ -57,7 +57,8 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
     if draft.layout is None:
         raise PreconditionError(
             f"no member of job {draft.spec.job_id} has declared its tensors, so server "
-            f"{event.server_id} holds nothing yet; stop its process",
+            f"{event.server_id} has no partitions to move yet; stop the server's process instead "
+            "of draining it",
             reason=Refusal.PLACE_WITHOUT_TENSORS,
         )
     if server.index in draft.moves.draining:

@@ -70,7 +70,8 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
         yield process
     except (PermissionError, FileNotFoundError) as error:
         raise PreconditionError(
-            f"this user may not control pid {pid} (rank {rank}): {error}", reason="PROCESS_NOT_OURS"
+            f"cannot access pid {pid} (rank {rank}) as this user: {error}",
+            reason="PROCESS_NOT_OURS",
         ) from error
     finally:
         process.close()

@@ -49,10 +49,8 @@ def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
-    count = (
-        "1 worker failure was" if len(survived) == 1 else f"{len(survived)} worker failures were"
-    )
-    return f"run {'stopped' if stopped else 'completed'}; {count} recovered: {names}"
+    count = "1 worker failure" if len(survived) == 1 else f"{len(survived)} worker failures"
+    return f"run {'stopped' if stopped else 'completed'}; recovered from {count}: {names}"
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:

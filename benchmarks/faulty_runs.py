@@ -70,16 +70,16 @@ def measure(options: Options) -> Table:
     return Table(
         key="t13",
         title="Faulty runs against fault-free runs, simulated",
-        target=f"{SEEDS} numbered schedules and every tear of a step bitwise equal; >= "
-        f"{PER_MINUTE} schedules per minute on one core (T15)",
+        target=f"{SEEDS} numbered schedules, and every interruption after which only some ranks "
+        "have a collective's result (a *tear* of a step), end bitwise equal to the run without "
+        f"faults; >= {PER_MINUTE} schedules per minute on one core (T15)",
         method=(
             "The simulator runs the session, strategies and loaders on in-memory ranks in virtual "
             "time; a schedule determines which ranks fail, when, and in which order all events "
             "happen. Each run is compared with the run without faults: parameters, optimizer "
             "state, every result of step(), and every sample. A numbered schedule determines "
-            "strategy, loop, 2 to 4 ranks and 1 to 4 faults from its number, and has 10 steps. A "
-            "tear of a step is an interruption after which only some ranks have the result of a "
-            "collective. All tears with 3 ranks are tested: strategy x loop x collective x dying "
+            "strategy, loop, 2 to 4 ranks and 1 to 4 faults from its number, and has 10 steps. "
+            "All tears with 3 ranks are tested: strategy x loop x collective x dying "
             "rank x ranks with the result. The rate is that of one process, with as many "
             "processes as cores, and includes the runs without faults and the minimization of "
             "failing schedules. A schedule that is wrong in two ways counts twice. "

@@ -137,11 +137,11 @@ def measure(options: Options) -> Table:
         title="Joining: stall of the survivors, and transfer of the state against raw TCP",
         target=f"stall <= {ALLOWED_S} s + size / ({OF_TCP} x raw TCP)",
         method=(
-            f"{WORKERS} workers train a perceptron whose weights and momentum have the size of the "
-            f"state (all trained), with {BATCH} samples per rank per step, under ddp. Workers are "
-            "killed one at a time, cycling through the ranks, and a replacement joins after each "
-            "kill. The stall is a survivor's longest step minus its median step, among up to "
-            f"{STEPS_AROUND} steps before the join and {STEPS_AROUND} after it; the larger value "
+            f"{WORKERS} workers train a perceptron under ddp, with {BATCH} samples per rank per "
+            "step. All its weights are trained. Its weights and momentum together have the size "
+            "that is named in the row. Workers are killed one at a time, cycling "
+            "through the ranks, and a replacement joins after each kill. The stall is a survivor's longest step minus its median step, among "
+            f"up to {STEPS_AROUND} steps before the join and {STEPS_AROUND} after it; the larger value "
             "of both survivors counts. Steps before the first one without the dead worker do not "
             "count. The rate of the transfer is taken from the joiner's log, from its first "
             "request to the last checksum; torchft does not report one. Raw TCP is one connection "

@@ -420,7 +420,7 @@ def verdict(shares: Iterable[tuple[str, float | None, float | None]]) -> str:
     judged = [
         f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None
     ]
-    return f"Measured, p50 of the floor: {'; '.join(judged)}."
+    return f"Measured: p50 divided by the floor's p50: {'; '.join(judged)}."
 
 
 def _judged(share: float | None, target: float) -> str:

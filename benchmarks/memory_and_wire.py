@@ -217,11 +217,11 @@ def measure(options: Options) -> Table:
         target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory are "
         "counted separately)",
         method=(
-            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one "
-            f"sample per rank per step, over Gloo on loopback, or {_WIDE_BATCH} per replica if "
-            "activations are sent. All columns except the ratios are in MiB per rank. Memory is "
-            "counted over distinct tensor storages, on the rank with the most: parameters and "
-            "optimizer state between steps, and gradients after the backward pass or at the "
+            "The model is the decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and "
+            "O = 2P. Ranks communicate over Gloo on loopback. Each step has one sample per rank, "
+            f"or {_WIDE_BATCH} per replica under strategies that send activations. All columns "
+            "except the ratios are in MiB per rank. Memory is counted over distinct tensor "
+            "storages, on the rank with the most: parameters and optimizer state between steps, and gradients after the backward pass or at the "
             "update. Other memory of a strategy (sums of gradients for tensor, pipeline and "
             "hybrid; the state at the start of a round for local_sgd) is included only in the "
             "peak. Mirrors are copies of another rank's state, so that a death loses nothing. The "
@@ -287,7 +287,7 @@ def launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float]
 
 def _verdict(rows: Sequence[Row]) -> str:
     shares = {
-        f"{row.name}: {column.removesuffix('_of_formula')} {values[0]:.2f} of it": values[0]
+        f"{row.name}: {column.removesuffix('_of_formula')} {values[0]:.2f} x": values[0]
         for row in rows
         for column, values in row.samples.items()
         if column.endswith("_of_formula")
@@ -302,6 +302,6 @@ def _verdict(rows: Sequence[Row]) -> str:
         f"Measured: {len(shares) - len(above) - len(below)} of {len(shares)} figures are within "
         f"{TOLERANCE:.0%}"
     ]
-    parts += [f"more: {', '.join(above)}"] if above else []
-    parts += [f"less: {', '.join(below)}"] if below else []
+    parts += [f"above the formula: {', '.join(above)}"] if above else []
+    parts += [f"below the formula: {', '.join(below)}"] if below else []
     return "; ".join(parts) + "."

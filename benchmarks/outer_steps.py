@@ -168,4 +168,4 @@ def verdict(all_of_them: list[System]) -> str:
         f"{name} {'not measured' if share is None else f'{100 * share:.1f} %'}"
         for name, share in shares
     )
-    return f"Measured, of async_sgd's bytes: {'; '.join(measured_text)}."
+    return f"Measured: bytes divided by async_sgd's: {'; '.join(measured_text)}."

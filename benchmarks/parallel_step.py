@@ -88,8 +88,9 @@ def measure(options: Options) -> Table:
         title="Steps of ddp, tensor, pipeline and hybrid against torch's own",
         target=f"<= {TARGET} x",
         method=(
-            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica per step; "
-            "tensor and pipeline have one replica, hybrid has two replicas of two ranks. The two "
+            f"The model is the decoder of T6, with {devices.size(BATCH, CUDA_BATCH)} samples per "
+            "replica per step. tensor and pipeline have one replica; hybrid has two replicas of "
+            "two ranks. The two "
             f"systems of a comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} "
             "rounds. For each round, Shoal's mean step is divided by the other system's mean "
             "step; the row of the other system shows the median of these ratios, with its 95% "
@@ -118,7 +119,7 @@ def _verdict(rows: Sequence[Row]) -> str:
         for name, ratio in ratios.items()
     ]
     return (
-        f"Measured, Shoal's step over the peer's: {'; '.join(judged)}."
+        f"Measured: Shoal's step time divided by the other system's: {'; '.join(judged)}."
         if judged
         else "Not measured."
     )

@@ -191,7 +191,7 @@ def _command(compared: Compared, options: Mapping[str, Any], planned: PlannedStr
 
 def _verdict(rows: Sequence[Row]) -> str:
     shares = {
-        f"{row.name}: {name.removeprefix('share_of_')} {values[0]:.2f} of it": values[0]
+        f"{row.name}: {name.removeprefix('share_of_')} {values[0]:.2f} x": values[0]
         for row in rows
         for name, values in row.samples.items()
         if name != "share_of_total"

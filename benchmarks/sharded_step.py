@@ -27,6 +27,9 @@ WIDTH: Final = 256
 BATCH: Final = 4
 COMMUNICATION_TARGET: Final = 0.5
 STEP_TARGET: Final = 1.0
+_TARGETS: Final = (
+    f"(target: at most {COMMUNICATION_TARGET:g} for communication, {STEP_TARGET:g} for a step)"
+)
 STEPS_PER_BLOCK: Final = 10
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 4
@@ -150,9 +153,10 @@ def measure(options: Options) -> Table:
         title="Sharded steps against torch's FSDP2 and ZeroRedundancyOptimizer, and DeepSpeed",
         target="communication at least 2 x as fast, the step never slower",
         method=(
-            f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, "
-            f"{4 * parameters / 1e6:.1f} MB in float32), AdamW, {batch} samples of 16 tokens per "
-            f"rank per step{devices.describe(', on Gloo over loopback', '')}. The systems of a "
+            f"The model is a decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million "
+            f"parameters, {4 * parameters / 1e6:.1f} MB in float32), trained with AdamW on "
+            f"{batch} samples of 16 tokens per rank per step"
+            f"{devices.describe(', with Gloo over loopback', '')}. The systems of a "
             f"comparison alternate in blocks of {STEPS_PER_BLOCK} steps, for {rounds} rounds. For "
             "each round, Shoal's mean step is divided by the other system's mean step; the row of "
             "the other system shows the median of these ratios, with its 95% confidence interval "
@@ -210,6 +214,6 @@ def _verdict(rows: Sequence[Row]) -> str:
         parts.append(
             f"{row.name} {ratio:.2f} x ({'reached' if ratio <= target else 'not reached'})"
         )
-    return (
-        f"Measured, Shoal's time over the peer's: {'; '.join(parts)}." if parts else "Not measured."
-    )
+    if not parts:
+        return "Not measured."
+    return f"Measured: Shoal's time divided by the other system's {_TARGETS}: {'; '.join(parts)}."

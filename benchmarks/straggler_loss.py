@@ -313,7 +313,7 @@ def verdict(all_of_them: Sequence[System]) -> str:
             f"{system.name.removesuffix(', one slow')} "
             f"{'not measured' if ratio is None else f'{ratio.value:.2f} x{judged}'}"
         )
-    return f"Measured, of ddp: {'; '.join(parts)}.{_of_ideal(all_of_them)}"
+    return f"Measured: time divided by ddp's: {'; '.join(parts)}.{_of_ideal(all_of_them)}"
 
 
 def _of_ideal(all_of_them: Sequence[System]) -> str:

@@ -321,7 +321,7 @@ def verdict(all_of_them: Sequence[Measured]) -> str:
         for each in all_of_them
         if each.candidate.target
     ]
-    return f"Measured, Shoal's time over what is allowed: {'; '.join(judged)}."
+    return f"Measured: Shoal's time divided by the allowed time: {'; '.join(judged)}."
 
 
 def _judged(measured: Measured) -> str:

@@ -29,7 +29,9 @@ def test_a_row_is_compared_with_async_sgd_as_it_is() -> None:
         "loss": "0.300",
     }
     assert "of async_sgd" not in row(plain, plain).cells
-    assert verdict([plain, rounds]) == "Measured, of async_sgd's bytes: inner_steps=8 12.5 %."
+    assert (
+        verdict([plain, rounds]) == "Measured: bytes divided by async_sgd's: inner_steps=8 12.5 %."
+    )
 
 
 def test_a_row_that_was_not_measured_says_so() -> None:
@@ -39,7 +41,10 @@ def test_a_row_that_was_not_measured_says_so() -> None:
     )
     assert row(failed, plain).cells == {}
     assert row(failed, plain).failure == "no"
-    assert verdict([plain, failed]) == "Measured, of async_sgd's bytes: inner_steps=8 not measured."
+    assert (
+        verdict([plain, failed])
+        == "Measured: bytes divided by async_sgd's: inner_steps=8 not measured."
+    )
 
 
 @pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)

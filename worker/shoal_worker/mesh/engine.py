@@ -446,8 +446,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         if (scaled or inspected) and self._plan.pipelined:
             raise ConfigurationError(
                 "a GradScaler with a pipeline: train_step itself runs the backward pass of each "
-                "loss, so the script cannot scale the loss first; use bfloat16, which needs no scaler, "
-                "with torch.autocast(..., dtype=torch.bfloat16) around train_step"
+                "loss, so the script cannot scale the loss first; use bfloat16, which needs no "
+                "scaler, with torch.autocast(..., dtype=torch.bfloat16) around train_step"
             )
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 

@@ -69,13 +69,13 @@ def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() ->
     assert text.startswith(
         "Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). "
     )
-    assert "over never: 1.010" in text
+    assert "divided by the time without: 1.010" in text
     assert "1.500" in text
 
 
 @pytest.mark.parametrize("always", [[], [0.0075] * 2])
 def test_a_side_that_failed_on_the_way_is_not_compared(always: Sequence[float]) -> None:
-    assert "over never" not in step_time._verdict(rows(always))
+    assert "divided by the time" not in step_time._verdict(rows(always))
 
 
 def test_the_default_on_the_page_is_shoals() -> None:

@@ -78,12 +78,12 @@ def measure(options: Options) -> Table:
             "time; a schedule determines which ranks fail, when, and in which order all events "
             "happen. Each run is compared with the run without faults: parameters, optimizer "
             "state, every result of step(), and every sample. A numbered schedule determines "
-            "strategy, loop, 2 to 4 ranks and 1 to 4 faults from its number, and has 10 steps. "
-            "All tears with 3 ranks are tested: strategy x loop x collective x dying "
-            "rank x ranks with the result. The rate is that of one process, with as many "
-            "processes as cores, and includes the runs without faults and the minimization of "
-            "failing schedules. A schedule that is wrong in two ways counts twice. "
-            "tests/simulation/README.md describes what is simulated."
+            "strategy, loop, 2 to 4 ranks and 1 to 4 faults from its number, and has 10 steps. All "
+            "tears with 3 ranks are tested: strategy x loop x collective x dying rank x ranks with "
+            "the result. The rate is that of one process, with as many processes as cores, and "
+            "includes the runs without faults and the minimization of failing schedules. A "
+            "schedule that is wrong in two ways counts twice. tests/simulation/README.md describes "
+            "what is simulated."
         ),
         columns=("schedules", "bitwise", "wrong", "a minute and core"),
         rows=tuple(rows),

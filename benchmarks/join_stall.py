@@ -139,14 +139,14 @@ def measure(options: Options) -> Table:
         method=(
             f"{WORKERS} workers train a perceptron under ddp, with {BATCH} samples per rank per "
             "step. All its weights are trained. Its weights and momentum together have the size "
-            "that is named in the row. Workers are killed one at a time, cycling "
-            "through the ranks, and a replacement joins after each kill. The stall is a survivor's longest step minus its median step, among "
-            f"up to {STEPS_AROUND} steps before the join and {STEPS_AROUND} after it; the larger value "
-            "of both survivors counts. Steps before the first one without the dead worker do not "
-            "count. The rate of the transfer is taken from the joiner's log, from its first "
-            "request to the last checksum; torchft does not report one. Raw TCP is one connection "
-            "over loopback that moves 64 MiB into existing memory, measured before and after "
-            "everything else. Values are medians."
+            "that is named in the row. Workers are killed one at a time, cycling through the "
+            "ranks, and a replacement joins after each kill. The stall is a survivor's longest "
+            f"step minus its median step, among up to {STEPS_AROUND} steps before the join and "
+            f"{STEPS_AROUND} after it; the larger value of both survivors counts. Steps before the "
+            "first one without the dead worker do not count. The rate of the transfer is taken "
+            "from the joiner's log, from its first request to the last checksum; torchft does not "
+            "report one. Raw TCP is one connection over loopback that moves 64 MiB into existing "
+            "memory, measured before and after everything else. Values are medians."
             + devices.describe("", " Each worker has a GPU, on which weights and momentum are.")
         ),
         columns=(

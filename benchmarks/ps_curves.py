@@ -36,11 +36,11 @@ def measure(options: Options) -> Table:
         target="none: how the figures of T4 and T5 change",
         method=(
             f"As in T4 and T5, there are {rounds} rounds after {WARM_UP} that are not counted. "
-            "They alternate between the configurations that form one curve. With several "
-            "clients, a round ends when the last client has pulled, and rates are totals over all "
-            "clients. With several servers, each server has a part of the values, and the client uses one thread per server. If there are more "
-            "processes than cores, they share the cores, so these figures do not show how the "
-            f"systems scale with more cores. {RATES}"
+            "They alternate between the configurations that form one curve. With several clients, "
+            "a round ends when the last client has pulled, and rates are totals over all clients. "
+            "With several servers, each server has a part of the values, and the client uses one "
+            "thread per server. If there are more processes than cores, they share the cores, so "
+            f"these figures do not show how the systems scale with more cores. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x the first of its curve"),
         rows=tuple(rows),

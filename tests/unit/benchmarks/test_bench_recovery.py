@@ -138,7 +138,6 @@ def test_the_verdict_names_each_row_that_has_a_target() -> None:
         ]
     )
     assert (
-        text
-        == "Measured: p50 divided by the floor's p50: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x "
-        "(not reached); shoal, fsdp not measured."
+        text == "Measured: p50 divided by the floor's p50: shoal 1.30 x (reached); shoal, 8 ranks "
+        "2.50 x (not reached); shoal, fsdp not measured."
     )

@@ -123,8 +123,8 @@ def test_the_verdict_judges_asp_and_tells_the_others() -> None:
     by_speed.micro_batch = undisturbed.micro_batch = 4
     assert verdict(rows) == (
         "Measured: time divided by ddp's: local_sgd (sync_every 4) 1.00 x; async_sgd (consistency "
-        "asp) 0.25 x (reached); async_sgd (consistency ssp) not measured; ddp (micro-batches of 4, dealt by "
-        "speed) 0.38 x. ddp with micro-batches dealt by speed: 1.22 x the ideal (reached)."
+        "asp) 0.25 x (reached); async_sgd (consistency ssp) not measured; ddp (micro-batches of 4, "
+        "dealt by speed) 0.38 x. ddp with micro-batches dealt by speed: 1.22 x the ideal (reached)."
     )
 
 

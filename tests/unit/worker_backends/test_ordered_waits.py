@@ -212,8 +212,8 @@ def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -
 
 
 def test_waits_of_the_host_are_noted() -> None:
-    """When the host waits for a collective, the wait is recorded in `Waits`. Heartbeats report
-    these records, and other tests check them."""
+    """A wait of the host for a collective is recorded in `Waits`. Heartbeats report these records,
+    and other tests check them."""
     ranks = Ranks(2)
     backends = ranks.form()
     begun: list[str] = []

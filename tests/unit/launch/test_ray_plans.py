@@ -79,7 +79,7 @@ def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
             {"workers": 3, "workers_per_bundle": 2},
             "workers_per_bundle=2: expected workers in multiples",
         ),
-        ({"resources": {}}, "resources={}: expected amounts above 0"),
+        ({"resources": {}}, "resources={}: expected one or more of Ray's resource names"),
         ({"resources": {"GPU": 0}}, "resources={'GPU': 0}"),
         ({"strategy": "NEAR"}, "strategy='NEAR': expected one of Ray's placement strategies"),
         ({"server_backups": 1}, "servers=0, server_backups=1"),

@@ -593,6 +593,31 @@ def test_a_loader_of_common_steps_is_refused(session: Session) -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize("where", ["between epochs", "in an epoch", "after the loop"])
+def test_a_step_without_a_loader_may_follow_a_loop_over_one(
+    session: Session, running: AsyncCluster, where: str
+) -> None:
+    model, optimizer = distributed()
+
+    def step() -> None:
+        backward(model)
+        assert optimizer.step()
+        optimizer.zero_grad()
+
+    for epoch in (loader := shoal.ElasticDataLoader(problem(), batch_size=128)).epochs(2):
+        if where == "between epochs":
+            step()
+        for inputs, targets in loader:
+            model.train_step(inputs, targets, nn.functional.mse_loss)
+            assert optimizer.step()
+            optimizer.zero_grad()
+            if where == "in an epoch" and epoch == 1:
+                step()
+    step()
+    steps = {"between epochs": 2, "in an epoch": 2, "after the loop": 0}[where]
+    assert versions(running) == {1 + 4 + steps + 1}
+
+
 def test_accumulating_over_batches_is_refused_with_a_remedy_for_leased_batches(
     session: Session,
 ) -> None:

@@ -16,6 +16,8 @@ from shoal_common.optimizers.for_torch import DelayedNesterov
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.unit.worker_strategies.stateful_modules import KINDS, Counter
+
 FEATURES = 8
 SAMPLES = 256
 LEFT = 1000
@@ -47,6 +49,17 @@ class RandomFeatures(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.tanh(inputs @ self.table * self.scales)
+
+
+def counting(seen: int, net: nn.Module) -> nn.Module:
+    """Puts modules with each kind of extra state, which starts at `seen`, before a network."""
+    return nn.Sequential(*(Counter(kind, seen) for kind in KINDS), net)
+
+
+def extra_state(state: dict[str, Any]) -> list[Any]:
+    """Returns the extra state in a state dict of a model made by `counting`, in the order of
+    KINDS."""
+    return [state[f"{number}._extra_state"] for number in range(len(KINDS))]
 
 
 def squared_error(
@@ -89,6 +102,8 @@ def main(arguments: Sequence[str]) -> int:
     net = network(config.get("seed", 0), deep=config.get("deep", 0))
     if config.get("random_features"):
         net = nn.Sequential(RandomFeatures(), net)
+    if "seen" in config:
+        net = counting(config["seen"], net)
     kind = getattr(torch.optim, config.get("optimizer", "SGD"))
     settings = config.get("settings", {"lr": 0.05})
     if "outer" in config:
@@ -108,6 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     evaluation = shoal.ElasticDataLoader(problem(), batch_size=64, train=False)
     first_parameters: dict[str, Any] = {}
     first_buffers: dict[str, Any] = {}
+    first_seen: list[int] = []
     steps, statuses, epochs = 0, [], []
     computed_on: list[int] = []
     """Hash of the parameters in each step."""
@@ -120,6 +136,7 @@ def main(arguments: Sequence[str]) -> int:
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
                 first_buffers = {name: value.tolist() for name, value in net.named_buffers()}
+                first_seen = [part.seen for part in net.modules() if isinstance(part, Counter)]
             computed_on.append(
                 checksum(
                     torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data
@@ -149,7 +166,12 @@ def main(arguments: Sequence[str]) -> int:
         "computed_on": computed_on,
         "first_parameters": first_parameters,
         "first_buffers": first_buffers,
-        "parameters": {name: value.tolist() for name, value in model.full_state_dict().items()},
+        "first_seen": first_seen,
+        "parameters": {
+            name: value.tolist()
+            for name, value in model.full_state_dict().items()
+            if isinstance(value, torch.Tensor)
+        },
         "error": sums["squared_error"] / sums["samples"],
         "lr": optimizer.param_groups[0]["lr"],
         "generation": shoal.generation(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import shoal
@@ -15,34 +15,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import TensorDataset
 
+from tests.unit.worker_strategies.stateful_modules import KINDS, Counter, Switched
+
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 STRATEGIES = ["ddp", "local_sgd", "zero1", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
 CUT = [name for name in STRATEGIES if name not in ("ddp", "local_sgd")]
-
-
-class Counter(nn.Module):
-    """Counts its training passes in extra state whose type is given by `kind`."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.seen = kind, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += 1
-        return x
-
-    def get_extra_state(self) -> Any:
-        return {
-            "dict": {"seen": self.seen},
-            "number": self.seen,
-            "tensor": torch.tensor(float(self.seen)),
-            "none": None,
-        }[self.kind]
-
-    def set_extra_state(self, state: Any) -> None:
-        if self.kind != "none":
-            self.seen = int(state["seen"] if self.kind == "dict" else state)
 
 
 def counting(kind: str) -> nn.Sequential:
@@ -165,7 +142,7 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
     assert all(shoal.launch(resume, world_size=2))
 
 
-@pytest.mark.parametrize("kind", ["dict", "number", "tensor", "none"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str, kind: str) -> None:
     def train() -> tuple[Any, Any]:
@@ -373,28 +350,6 @@ def test_evaluation_calls_the_modules_own_train_and_eval(strategy: str) -> None:
         assert not merged
         assert modes == [True, True, False, True]
         assert found["merged"] == 3
-
-
-class Switched(nn.Module):
-    """A layer that works only if its mode was set by its own `train()`."""
-
-    evaluated: ClassVar[int] = 0
-    """Passes in evaluation mode, including those of copies of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mode = True
-
-    def train(self, mode: bool = True) -> Switched:
-        self.mode = mode
-        super().train(mode)
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mode is not self.training:
-            raise AssertionError(f"training was set to {self.training} without train()")
-        Switched.evaluated += not self.training
-        return x
 
 
 def switched() -> nn.Sequential:

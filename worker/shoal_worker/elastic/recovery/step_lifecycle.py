@@ -409,6 +409,16 @@ class StepLifecycle:
                 source=None,
                 share=Share(weight=1.0, total_weight=1.0, micro_batches=None),
             )
+        step = self.step
+        if (
+            step is not None
+            and step.source is not None
+            and not step.handed_out
+            and self._held.engine.asynchronous
+        ):
+            # The loader has not handed out a batch: it found none to lease at the end of its epoch,
+            # or the script is between two epochs. This pass belongs to a loop without a loader.
+            self._held.step = None
         if self.step is None:
             try:
                 placement = self.begin_step(None)

@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BeforeValidator, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings.exceptions import SettingsError
 
@@ -134,9 +134,10 @@ def _on_this_machine(value: object) -> object:
 Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
 """Type of a settings field that users write as `250ms`."""
 
-LocalDirectory = Annotated[Path, BeforeValidator(_on_this_machine)]
+LocalDirectory = Annotated[Path, BeforeValidator(_on_this_machine), AfterValidator(Path.absolute)]
 """Type of a settings field that names a directory. As a plain path, s3://bucket would become the
-directory `s3:/bucket` of the current one."""
+directory `s3:/bucket` of the current one. A relative path becomes absolute when the settings are
+loaded, because the process may change its working directory later."""
 
 AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 """Type of a settings field that users write as `HOST:PORT`."""

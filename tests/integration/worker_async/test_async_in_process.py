@@ -204,6 +204,25 @@ def test_a_save_within_an_epoch_that_a_resumed_run_repeats_is_warned_of_once(
     assert all("within epoch 0 of loader 'loader'" in message for message in warned)
 
 
+def test_a_relative_checkpoint_directory_is_that_of_the_call(
+    running: AsyncCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+    with running.member():
+        model, optimizer = distributed()
+        backward(model)
+        optimizer.step()
+        shoal.save_checkpoint("checkpoints")
+        monkeypatch.chdir(elsewhere)
+        backward(model)
+        optimizer.step()
+    assert (here / "checkpoints" / "step-1" / "checkpoint.json").exists()
+    assert list(elsewhere.iterdir()) == []
+
+
 @pytest.mark.parametrize("within_step", [False, True])
 def test_values_that_a_script_swaps_in_for_an_evaluation_and_out_again_are_no_writes(
     session: Session, within_step: bool

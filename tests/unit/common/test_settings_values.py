@@ -156,6 +156,16 @@ def test_arguments_win_over_the_environment_and_the_environment_over_defaults(mo
     )
 
 
+def test_a_relative_directory_is_that_of_the_working_directory_when_settings_are_loaded(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SHOAL_DEMO_DATA_DIR", "data")
+    monkeypatch.chdir(tmp_path)
+    settings = DemoSettings.load()
+    monkeypatch.chdir("/")
+    assert settings.data_dir.absolute() == tmp_path / "data"
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "parts"),
     [

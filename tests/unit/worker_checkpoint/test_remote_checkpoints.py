@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,26 @@ def test_a_run_resumes_from_a_url(strategy: str, storage: Any, tmp_path: Path) -
     one = shoal.load_full_state(f"{URL}/step-6")
     assert any(not torch.equal(one[name], resumed[name]) for name in one)
     assert not list((tmp_path / "staging").glob("load-*"))
+
+
+def test_a_relative_staging_directory_is_that_of_the_moment_when_shoal_starts(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setenv("SHOAL_STAGING_DIR", "staging")
+    monkeypatch.chdir(here)
+
+    def rank() -> None:
+        shoal.init()
+        os.chdir(elsewhere)
+        train("ddp", URL, steps=2)
+
+    shoal.launch(rank, world_size=1)
+    assert steps(storage) == ["step-2"]
+    assert list((here / "staging").rglob(NAME))
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_removed_checkpoint_does_not_come_back_from_the_local_disk(

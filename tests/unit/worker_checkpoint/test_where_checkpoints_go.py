@@ -23,7 +23,7 @@ def umask_022() -> Iterator[None]:
     os.umask(before)
 
 
-def train(strategy: str) -> None:
+def train(strategy: str) -> shoal.ShardedModel:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model, optimizer = shoal.as_distributed(
@@ -36,6 +36,7 @@ def train(strategy: str) -> None:
         model.train_step(x, None, lambda output, _: output.square().mean())
         optimizer.step()
         optimizer.zero_grad()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,42 @@ def test_ranks_that_name_different_directories_are_told_so(
     ):
         shoal.launch(rank, world_size=2)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_save_a_model_to_different_paths_are_told_so(
+    strategy: str, tmp_path: Path
+) -> None:
+    def rank() -> None:
+        model = train(strategy)
+        with pytest.raises(
+            ConfigurationError,
+            match=r"save_model: rank 0 passed the path .*of-0', but rank 1 passed .*of-1'; pass "
+            "the same",
+        ):
+            model.save_model(tmp_path / f"of-{shoal.rank()}")
+
+    shoal.launch(rank, world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_relative_directory_of_tensorboard_is_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(here)
+
+    def rank() -> None:
+        shoal.track(shoal.TensorBoard("runs"))
+        os.chdir(elsewhere)
+        train("ddp")  # the first step opens the file
+        shoal.shutdown()
+
+    shoal.launch(rank, world_size=1)
+    assert list(here.glob("runs/events*"))
+    assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,6 +104,19 @@ class Place:
         path = remote.fetch(name, self.directory)
         _set_aside_after(path)
         return path.parent
+
+
+def check_same_place(what: str, kind: str, named: Sequence[str]) -> None:
+    """Raises ConfigurationError if ranks have named different places in a call. A relative path may
+    name a different place on each machine. `what`: the call. `kind`: "directory" or "path". `named`:
+    the place that each rank passed, in rank order."""
+    other = next((rank for rank, each in enumerate(named) if each != named[0]), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"{what}: rank 0 passed the {kind} {named[0]!r}, but rank {other} passed "
+            f"{named[other]!r}; pass the same {kind} on every rank, for example one sent by "
+            "shoal.broadcast, not one that depends on the rank or on random numbers"
+        )
 
 
 @contextmanager

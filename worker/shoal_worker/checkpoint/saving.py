@@ -47,7 +47,7 @@ from shoal_worker.checkpoint.files import (
 )
 from shoal_worker.checkpoint.frozen import NOTHING, Frozen, FrozenMode, FrozenValues, describe_all
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
-from shoal_worker.checkpoint.place import Place
+from shoal_worker.checkpoint.place import Place, check_same_place
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards, describe_sums, own_sums
 from shoal_worker.checkpoint.uploads import PATIENCE as UPLOAD_PATIENCE
@@ -610,22 +610,16 @@ class _Copy:
 
 def _check_alike(channel: Channel, what: str, named: str, measured: str = "") -> None:
     """Raises ConfigurationError on all ranks if they named different directories or gave different
-    metrics (`measured`, as text). A relative path may name a different place on each machine. Must
-    be called on all ranks, within an operation."""
+    metrics (`measured`, as text). Must be called on all ranks, within an operation."""
     everyones = [
         tuple(json.loads(each)) for each in channel.exchange(json.dumps([named, measured]).encode())
     ]
+    check_same_place(what, "directory", [each[0] for each in everyones])
     first = everyones[0]
     other = next((rank for rank, each in enumerate(everyones) if each != first), None)
     if other is None:
         return
-    directory, metric = everyones[other]
-    if directory != first[0]:
-        raise ConfigurationError(
-            f"{what}: rank 0 passed the directory {first[0]!r}, but rank {other} passed "
-            f"{directory!r}; pass the same directory on every rank, for example one sent by "
-            "shoal.broadcast, not one that depends on the rank or on random numbers"
-        )
+    metric = everyones[other][1]
     raise ConfigurationError(
         f"{what}: rank 0 passed {first[1]}, but rank {other} passed {metric}; pass the same value "
         "on every rank: a result of shoal.evaluate or shoal.all_reduce, not one measured on this "

@@ -16,6 +16,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from torch import nn
 
+from shoal_worker.checkpoint.place import check_same_place
 from shoal_worker.checkpoint.writer import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.channel import Channel
@@ -414,6 +415,7 @@ class ShardedModel(nn.Module):
         exists.
 
         Raises:
+            ConfigurationError: ranks passed different paths. Raised on all ranks.
             UnavailableError (FILE_NOT_WRITTEN): the first rank cannot write the file. Raised on all
                 ranks.
         """
@@ -424,6 +426,8 @@ class ShardedModel(nn.Module):
             return write_file(target, self._dumped(state)) if self._session.is_first else None
 
         def body(channel: Channel) -> str | None:
+            named = [each.decode() for each in channel.exchange(str(path).encode())]
+            check_same_place("save_model", "path", named)
             refused: str | None = json.loads(
                 channel.exchange(json.dumps(on_first(channel, write)).encode())[0]
             )

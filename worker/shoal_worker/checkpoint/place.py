@@ -108,8 +108,14 @@ class Place:
 
 def check_same_place(what: str, kind: str, named: Sequence[str]) -> None:
     """Raises ConfigurationError if ranks have named different places in a call. A relative path may
-    name a different place on each machine. `what`: the call. `kind`: "directory" or "path". `named`:
-    the place that each rank passed, in rank order."""
+    name a different place on each machine.
+
+    what: the call.
+
+    kind: "directory" or "path".
+
+    named: the place that each rank passed, in rank order.
+    """
     other = next((rank for rank, each in enumerate(named) if each != named[0]), None)
     if other is not None:
         raise ConfigurationError(

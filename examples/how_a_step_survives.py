@@ -177,7 +177,7 @@ class Worker:
     last_step: int
     state: State = State()
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """For each call to `take_step()`: the number of steps committed so far, and the outcome."""
+    """The number of steps committed so far, and the outcome, of each call to `take_step()`."""
     prepared: State | None = None
     """State after the step in progress, to be adopted if the step is committed."""
     after_step: Callable[[Worker], object] = lambda worker: None

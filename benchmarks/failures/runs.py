@@ -42,7 +42,7 @@ class Run:
     progress: Sequence[tuple[float, int]]
     """Times and steps, including steps that were undone."""
     absences: Sequence[tuple[float, float]]
-    """For each kill, its time and the time at which a replacement was allowed to join."""
+    """Times of each kill: the kill itself, and the moment from which a replacement may join."""
     missing_s: float
     """Capacity that was actually missing: the sum of the absences divided by the number of
     workers."""

@@ -196,7 +196,7 @@ def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed
 
 
 def test_a_launcher_names_the_cause_of_a_tls_failure_within_5_seconds(serve, ours, theirs, shell):
-    """It would wait a minute for a coordinator that may still start."""
+    """Without a cause, a launcher waits a minute for a coordinator that may still start."""
     expired = ours.pair(not_after=datetime.now(UTC) - timedelta(days=1))
     failures = [
         (expired, ours.authority, "the server's certificate has expired; renew it"),

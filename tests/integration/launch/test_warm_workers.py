@@ -234,6 +234,25 @@ def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
     assert "PYTHONHASHSEED" in both.notes.pop()
 
 
+def settled(both: Both, environment: dict[str, str]) -> tuple[bool, list[str]]:
+    """Starts a warm process. Returns whether it can fork workers, and the launcher's notes."""
+    notes: list[str] = []
+
+    async def settle() -> bool:
+        warm = WarmWorkers(
+            [sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append
+        )
+        warm.begin()
+        try:
+            async with asyncio.timeout(DEADLINE.total_seconds()):
+                await warm.settled()
+            return warm.is_ready
+        finally:
+            await warm.close()
+
+    return both.runner.run(settle()), notes
+
+
 @pytest.mark.parametrize(
     ("startup", "reason"),
     [
@@ -262,21 +281,8 @@ def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(startup)
     environment = {**both.environment, "PYTHONPATH": str(tmp_path)}
-    notes: list[str] = []
-
-    async def settle() -> None:
-        warm = WarmWorkers(
-            [sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append
-        )
-        warm.begin()
-        try:
-            async with asyncio.timeout(DEADLINE.total_seconds()):
-                await warm.settled()
-            assert not warm.is_ready
-        finally:
-            await warm.close()
-
-    both.runner.run(settle())
+    forks, notes = settled(both, environment)
+    assert not forks
     assert re.search(reason, "\n".join(notes), re.MULTILINE), notes
 
 
@@ -300,21 +306,8 @@ def test_a_slow_import_is_awaited_as_long_as_it_is_in_progress(
     monkeypatch.setattr("shoal.launcher.workers.warm._LOOK", timedelta(seconds=look_s))
     (tmp_path / "sitecustomize.py").write_text(startup)
     environment = {**both.environment, "PYTHONPATH": str(tmp_path)}
-    notes: list[str] = []
-
-    async def settle() -> None:
-        warm = WarmWorkers(
-            [sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append
-        )
-        warm.begin()
-        try:
-            async with asyncio.timeout(DEADLINE.total_seconds()):
-                await warm.settled()
-            assert warm.is_ready == forks
-        finally:
-            await warm.close()
-
-    both.runner.run(settle())
+    ready, notes = settled(both, environment)
+    assert ready == forks
     assert any("did not import torch" in note for note in notes) != forks, notes
 
 

@@ -236,7 +236,8 @@ def test_a_full_queue_drops_reports_and_says_so_once(caplog: pytest.LogCaptureFi
 
 
 class SlowCondition(threading.Condition):
-    """A condition whose lock stays free for a while each time the main thread has released it."""
+    """A condition whose lock stays free for a while each time the main thread has released it. On a
+    slow machine the wait may be too short to find a fault, but it cannot cause a failure."""
 
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)

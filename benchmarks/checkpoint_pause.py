@@ -35,6 +35,8 @@ _SAVES: Final = 5
 _QUICK_SAVES: Final = 2
 _BETWEEN: Final = 20
 """Steps between two saves, which is enough for a checkpoint to be written."""
+_WARM_UP_SAVES: Final = 1
+"""Saves at the beginning that do not count. DCP starts its process in the first one."""
 _LOADS: Final = 3
 _QUICK_LOADS: Final = 1
 _RAW_ROUNDS: Final = 3
@@ -133,14 +135,15 @@ def measure(options: Options) -> Table:
         method=(
             f"{RANKS} ranks with one thread each train a perceptron, {BATCH} samples per rank per "
             f"step; its weights and momentum have {nbytes / 1e9:g} GB. The state is saved "
-            f"{saves} times, {_BETWEEN} steps apart, into a directory. The pause is the slowest "
-            "step from the one that ends with the call until the checkpoint is complete, minus "
-            "the median step; lost is what all steps in this time take longer. The larger value "
-            "of both ranks counts. Ranks and writers share two cores. DCP keeps the memory of its "
-            "copies, and its ranks agree in a group of their own. Loads are repeated in new "
-            "processes, from the page cache. Uploads go to moto's S3 server on the same cores, "
-            f"{nbytes / 4e9:g} GB, from the call until all is uploaded; the client alone copies "
-            "the files of such a checkpoint with s3fs. Values are medians."
+            f"{saves} times, {_BETWEEN} steps apart, into a directory, after a save that does not "
+            "count. The pause is the slowest step from the one that ends with the call until the "
+            "checkpoint is complete, minus the median step; lost is what all steps in this time "
+            "take longer. The larger value of both ranks counts. Ranks and writers share two "
+            "cores. DCP keeps the memory of its copies, and its ranks agree in a separate group. "
+            "Loads are repeated in new processes, from the page cache. Uploads go to moto's S3 "
+            f"server on the same cores, {nbytes / 4e9:g} GB, from the call until everything is "
+            "uploaded; the client alone copies the files of such a checkpoint with s3fs. Values "
+            "are medians."
         ),
         columns=("step s", "pause s", "longest pause s", "lost s", "write GB/s", "load GB/s"),
         rows=tuple(rows),
@@ -169,14 +172,14 @@ def _saved_and_loaded(candidate: Candidate, nbytes: float, saves: int, loads: in
     measured = Measured()
     try:
         with Stage() as stage:
-            runs = _run(stage, candidate, nbytes, "save", saves=saves)
+            runs = _run(stage, candidate, nbytes, "save", saves=_WARM_UP_SAVES + saves)
             written_s = runs[0]["written_s"]
-            by_rank = [pauses(run, written_s) for run in runs]
+            by_rank = [pauses(run, written_s)[_WARM_UP_SAVES:] for run in runs]
             for each in zip(*by_rank, strict=True):
                 measured.pauses_s.append(max(pause for pause, _ in each))
                 measured.lost_s.append(max(lost for _, lost in each))
             measured.step_s = [run["step_s"] for run in runs]
-            measured.written_s = written_s
+            measured.written_s = written_s[_WARM_UP_SAVES:]
             for turn in range(loads):
                 runs = _run(stage, candidate, nbytes, f"load-{turn}", saves=0)
                 measured.loads_s.append(max(run["load_s"] for run in runs))
@@ -224,7 +227,7 @@ def _run(
 
 
 def _row(candidate: Candidate, measured: Measured, nbytes: float) -> Row:
-    cells = {}
+    cells: dict[str, str] = {}
     if measured.pauses_s:
         cells |= {
             "step s": f"{statistics.median(measured.step_s):.3f}",
@@ -328,9 +331,10 @@ def _s3_server(stage: Stage) -> dict[str, str]:
 
 
 def _client(environment: dict[str, str]) -> Any:
-    import s3fs
+    import fsspec
 
-    return s3fs.S3FileSystem(
+    return fsspec.filesystem(
+        "s3",
         key=environment["AWS_ACCESS_KEY_ID"],
         secret=environment["AWS_SECRET_ACCESS_KEY"],
         endpoint_url=environment["AWS_ENDPOINT_URL"],
@@ -351,7 +355,8 @@ def _copied_s(staging: Path, destination: str, environment: dict[str, str]) -> f
 
 
 def _verdict(measured: Sequence[tuple[Candidate, Measured]]) -> str:
-    return f"Measured: {'; '.join(_judged(*each, measured) for each in measured if each[0].saver == 'shoal')}."
+    judged = [_judged(*each, measured) for each in measured if each[0].saver == "shoal"]
+    return f"Measured: {'; '.join(judged)}."
 
 
 def _judged(

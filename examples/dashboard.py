@@ -15,9 +15,7 @@ parser.add_argument("job", help="name of the job, as listed by `shoal jobs`")
 parser.add_argument(
     "--coordinator", help="HOST:PORT of a shared coordinator; default: this machine's jobs"
 )
-parser.add_argument(
-    "--every", type=float, default=2.0, help="seconds between lines of progress"
-)
+parser.add_argument("--every", type=float, default=2.0, help="seconds between lines of progress")
 options = parser.parse_args()
 
 

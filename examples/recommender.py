@@ -156,7 +156,10 @@ if __name__ == "__main__":
     parser.add_argument("--users", type=int, default=500, help="number of user ids")
     parser.add_argument("--items", type=int, default=300, help="number of item ids")
     parser.add_argument(
-        "--samples", type=int, default=100_000, help="size of the log; each epoch trains on all of it"
+        "--samples",
+        type=int,
+        default=100_000,
+        help="size of the log; each epoch trains on all of it",
     )
     parser.add_argument(
         "--batch-size",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import threading
 import time
@@ -18,13 +17,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -79,9 +77,7 @@ class OnShoal:
             training.dataset(workload), global_batch_size=workload.global_batch
         )
         self._loader = loader
-        self._batches = (
-            batch for _ in loader.epochs(training.MANY_EPOCHS) for batch in loader
-        )
+        self._batches = (batch for _ in loader.epochs(training.MANY_EPOCHS) for batch in loader)
         self._watchers: list[threading.Thread] = []
         self._uploaded: list[Callable[[], None]] = []
 
@@ -157,7 +153,7 @@ class OnDcp:
     def save(self, written: Callable[[], None]) -> None:
         for earlier in self._saves:
             earlier.result()
-        future = dcp.async_save(
+        future = async_save(
             self._state(),
             checkpoint_id=self._directory / f"{len(self._saves):03}",
             process_group=self._group,
@@ -173,7 +169,7 @@ class OnDcp:
         dist.barrier()
         state = self._state()
         newest = max(path.parent for path in self._directory.glob("*/.metadata"))
-        dcp.load(state, checkpoint_id=newest)
+        load_into(state, checkpoint_id=newest)
         set_state_dict(
             self._net,
             self._optimizer,
@@ -268,7 +264,7 @@ def main() -> None:
     )
     partial = options.results / f".{system.rank}"
     partial.write_text(json.dumps(measured))
-    os.replace(partial, options.results / f"{system.rank}.json")
+    partial.replace(options.results / f"{system.rank}.json")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 
 # importing transformers takes almost ten seconds
@@ -24,7 +25,8 @@ class Net(nn.Module):
         self.layer = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": nn.functional.mse_loss(self.layer(x), y)}
+        found = self.layer(x)
+        return {"loss": nn.functional.mse_loss(found.view(-1), y.view(-1)), "logits": found}
 
 
 DATA = [{"x": torch.full((4,), float(number)), "y": torch.ones(1)} for number in range(8)]
@@ -35,6 +37,7 @@ def make(
     *,
     strategy: str = "ddp",
     options: dict[str, Any] | None = None,
+    compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
     **arguments: Any,
 ) -> Any:
     from shoal.integrations.transformers import Trainer, TrainingArguments
@@ -46,6 +49,7 @@ def make(
         train_dataset=DATA,
         strategy=strategy,
         strategy_options=options,
+        compute_metrics=compute_metrics,
     )
 
 
@@ -118,6 +122,24 @@ def test_a_process_trains_once(tmp_path: Path) -> None:
     assert trainer.train().global_step == 2
     with pytest.raises(PreconditionError, match=r"train\(\) was called twice"):
         trainer.train()
+
+
+def test_metrics_of_evaluations_are_reported_beside_the_loss(tmp_path: Path) -> None:
+    def train() -> dict[str, float]:
+        trainer = make(
+            tmp_path,
+            compute_metrics=lambda _: {"accuracy": 0.5, "note": "text"},
+            label_names=["y"],
+        )
+        trainer.train()
+        trainer.evaluate(DATA)
+        reported = current_session().progress.reported
+        return {name: float(each.value) for name, each in reported.items() if name != "loss"}
+
+    (reported,) = shoal.launch(train, world_size=1)
+    assert reported.keys() == {"eval_loss", "eval_accuracy"}
+    assert reported["eval_accuracy"] == 0.5
+    assert 0 < reported["eval_loss"] < 100
 
 
 URL = "memory://bucket/run"

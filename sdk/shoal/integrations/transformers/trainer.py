@@ -12,6 +12,7 @@ Unsupported uses are rejected when the Trainer is created
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -451,6 +452,9 @@ class Trainer(transformers.Trainer):
             name if name.startswith(prefix) else prefix + name: value
             for name, value in metrics.items()
         }
+        for name, value in named.items():
+            with contextlib.suppress(ConfigurationError):  # too many names, or not a number
+                current_session().progress.report({name: value})
         return EvalLoopOutput(
             predictions=predictions,
             label_ids=label_ids,

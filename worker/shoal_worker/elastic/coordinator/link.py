@@ -243,7 +243,8 @@ class CoordinatorLink:
                         f"formed within {time.monotonic() - started:.0f} s: {self._why_none()}"
                     )
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
-                lines.say(f"a generation above {after}", self._why_none)
+                awaited = f"a generation above {after}" if after else "the first generation"
+                lines.say(awaited, self._why_none)
             return self._newest
 
     def _why_none(self) -> str:
@@ -252,7 +253,7 @@ class CoordinatorLink:
                 f"the coordinator has been unreachable for {self._away_for_s():.0f} s; training "
                 "resumes when it is back"
             )
-        return self._notice or self._standby or "the coordinator gave no reason for the delay"
+        return self._notice or self._standby or "the coordinator has not formed it yet"
 
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()

@@ -73,7 +73,7 @@ class Pair:
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """start(*tensors, partition=) -> Pair"""
+    """Fixture `start(*tensors, partition=)`: a Pair."""
     with ExitStack() as stack:
 
         def started(

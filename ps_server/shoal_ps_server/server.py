@@ -455,7 +455,7 @@ class ParameterServer:
             if self._moves.taken is None
             else self._moves.taken.images.keys() & layout.partitions.keys()
         )
-        members = self._membership.fence.members | self._membership.fence.put_out.keys()
+        members = self._membership.fence.members | self._membership.fence.evicted.keys()
         self._moves.adopt(layout, before=before, members=members)
         self._layouts.becomes(layout)
         logger.info(

@@ -11,7 +11,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import PreconditionError
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.step_batches import DealtSupply
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
@@ -204,7 +204,7 @@ def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) 
 def test_all_survivors_that_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="hybrid", ranks=4, faults=(Dies(who="d", point=100),))
     assert "failed" in _raises(
-        monkeypatch, scenario, lambda process: process.points > 150, SystemExit(PUT_OUT)
+        monkeypatch, scenario, lambda process: process.points > 150, SystemExit(EVICTED)
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from shoal.launcher.run.submissions import Submissions
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1.coordinator_pb2 import JobSpec
 
@@ -172,7 +172,7 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
     events.wait_for_output("generation_formed")
     status, out, err = shell.run("stop", "--reason", "seen enough")
     assert (status, out, err) == (0, "job short will stop after the current step\n", "")
-    assert run.wait() == PUT_OUT
+    assert run.wait() == EVICTED
     assert re.search(r"^shoal: stopped at step \d+.*: seen enough$", run.stderr, re.MULTILINE)
     assert (events.wait(), events.stderr) == (0, "")
     assert "stop_requested" in events.stdout

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
 from shoal_common.security.authentication import TlsSettings
@@ -189,7 +189,7 @@ def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed
         SHOAL_LAUNCHER_ID="launcher",
         TORCHELASTIC_ERROR_FILE=str(account),
     )
-    assert worker.wait() == PUT_OUT
+    assert worker.wait() == EVICTED
     assert "is unreachable: the server's certificate has expired; renew it" in worker.said()
     assert "Traceback" not in worker.said()
     assert "certificate has expired" in account.read_text()

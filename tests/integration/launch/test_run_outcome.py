@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import PREEMPTED, EVICTED
 from shoal_common.rpc.channel import ChannelSettings
 
 Shell = Any  # of tests/integration/conftest.py
@@ -135,7 +135,7 @@ def test_a_worker_that_the_coordinator_put_out_is_replaced(
         client.report_exit(record.job_id, victim.member_id, exit_code=1)
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: generation 3 rank 1 of 2")
     assert (
-        f"rank 1 (pid {victim.pid}) ended with exit code {PUT_OUT}; continuing, replaced by pid"
+        f"rank 1 (pid {victim.pid}) ended with exit code {EVICTED}; continuing, replaced by pid"
         in command.stderr
     )
     (shell.directory / "finish").touch()
@@ -150,7 +150,7 @@ def test_a_run_whose_workers_were_all_drained_is_not_a_success(
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
         for member in client.get_job(record.job_id).members:
             client.drain_member(record.job_id, member_id=member.member_id)
-    assert command.wait() == PUT_OUT
+    assert command.wait() == EVICTED
     assert (
         "is not finished: the last workers on this machine left because they were asked to"
         in command.stderr

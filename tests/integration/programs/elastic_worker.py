@@ -4,7 +4,7 @@ It prints one line per generation, `generation G rank R of N`, and one when it l
 drain or a stop it leaves as drained. Once the file named by its argument exists, it leaves as
 finished, and reports that to its launcher in a file, as real workers do. Its heartbeats count
 steps. It raises once a file raise-RANK, with its rank in the job, exists beside the file to finish.
-If it is evicted, it exits with PUT_OUT.
+If it is evicted, it exits with EVICTED.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.formats.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -131,7 +131,7 @@ class Member:
                     for directive in client.join_session(self.messages()):
                         self.heard(directive)
                 except PreconditionError as error:
-                    raise SystemExit(0 if error.reason == "RUN_ENDED" else PUT_OUT) from error
+                    raise SystemExit(0 if error.reason == "RUN_ENDED" else EVICTED) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error

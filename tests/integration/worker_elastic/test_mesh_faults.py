@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import shoal
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_elastic import mesh_train
@@ -168,7 +168,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
         start(running, 4, of_2=failpoint)
         if "in_operation" in failpoint:
             # the spare rank is in the operation too, and exits so that a launcher restarts it
-            assert running.workers.pop(3).wait() == PUT_OUT
+            assert running.workers.pop(3).wait() == EVICTED
             results = running.finish(0, 1)
         else:
             results = running.finish(0, 1, 3, may_end_well=True)

@@ -337,11 +337,11 @@ def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: J
         b.fail(number, suspects=[2])
         c.fail(number)
     eventually(lambda: job.phase_of("a") == "quarantined", "a to be kept out")
-    assert link.put_out is None
+    assert link.evicted is None
     b.leave(pb.Leave.REASON_FINISHED)
     with pytest.raises(PreconditionError, match="continued without this member"):
         link.wait_generation(after=2, timeout=60 * SECOND, mid_step=True)
-    assert link.put_out is not None
+    assert link.evicted is not None
     link.leave(LeaveReason.FAILED)
 
 

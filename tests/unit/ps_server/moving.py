@@ -39,7 +39,7 @@ ORDER = MoveOrder(
     receiver_address="there:1",
     giver_incarnation=incarnation(),
 )
-MEMBERS = Members(generation=4, members=frozenset("abc"), put_out={"z": 2})
+MEMBERS = Members(generation=4, members=frozenset("abc"), evicted={"z": 2})
 
 
 def specs(make: Any) -> tuple[PartitionSpec, ...]:
@@ -147,7 +147,7 @@ class Moved:
             moves.adopt(
                 layout,
                 before=before,
-                members=self.membership.fence.members | self.membership.fence.put_out.keys(),
+                members=self.membership.fence.members | self.membership.fence.evicted.keys(),
             )
             self.server.layout = layout
             self.layouts.becomes(layout)

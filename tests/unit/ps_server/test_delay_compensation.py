@@ -341,7 +341,7 @@ def test_after_a_crash_nothing_is_kept_for_members_that_had_been_put_out(make, t
             server.shard.note_pull(0, "b")
             await server.push(make.upload(torch.ones(6)))
             await server.snapshots.write()
-            server.members = Members(generation=2, members=frozenset("a"), put_out={"b": 2})
+            server.members = Members(generation=2, members=frozenset("a"), evicted={"b": 2})
             server.changes.members_changed()
             await server.push(make.upload(torch.ones(6), sequence=2))
 

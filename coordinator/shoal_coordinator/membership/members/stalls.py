@@ -68,7 +68,7 @@ def stalls_due(draft: Draft) -> None:
         _tell(draft, generation, "")
         return
     places = _places(draft, generation)
-    _put_out_hung(draft, places)
+    _evict_hung(draft, places)
     if draft.broken:
         _tell(draft, generation, "")
         return
@@ -112,7 +112,7 @@ def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Pl
     return waiting, working, silent
 
 
-def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
+def _evict_hung(draft: Draft, places: Sequence[Place]) -> None:
     waiting, working, silent = _divide(draft, places)
     if not waiting:
         return

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shoal_common.errors import PreconditionError, ShoalError
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.machines.health import check_clock, check_machine, failures_text
@@ -65,7 +65,7 @@ _LOOK_S: Final = 5.0
 """Interval in seconds between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
 """A worker that has committed a step within this time cannot be hung and is not checked."""
-_PUT_OUT_GRACE: Final = timedelta(seconds=20)
+_EVICTED_GRACE: Final = timedelta(seconds=20)
 """Maximum time for an evicted worker to exit on its own. It learns of its eviction within a second
 or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
@@ -199,7 +199,7 @@ class Agent:
             return Outcome.STOPPED
         if code == 0:
             return Outcome.COMPLETED
-        interrupted = self._is_interrupted or code == PUT_OUT
+        interrupted = self._is_interrupted or code == EVICTED
         return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
 
     def _reason(self) -> str:
@@ -333,7 +333,7 @@ class Agent:
                 self._spawn(self._wind_down(timedelta(0)))
                 return
         self._spawn(self._follow_moves())
-        self._spawn(self._kill_those_put_out(self._reporter))
+        self._spawn(self._kill_evicted(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
         self._spawn(self._tell_missing_servers(self._reporter))
         try:
@@ -354,7 +354,7 @@ class Agent:
             if not await self._is_elastic():
                 await self._start_over(again=False, left=left)
 
-    async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
+    async def _kill_evicted(self, reporter: ExitReporter) -> None:
         """Kills evicted workers that do not exit on their own. A hung worker would keep its memory,
         block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
@@ -363,10 +363,10 @@ class Agent:
             now = asyncio.get_running_loop().time()
             for worker in [each for each in self._workers if each.may_hang(_QUIET)]:
                 if not await self._in_thread(
-                    functools.partial(reporter.is_put_out, worker.member_id)
+                    functools.partial(reporter.is_evicted, worker.member_id)
                 ):
                     known.pop(worker, None)  # the worker may be a member again
-                elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
+                elif now >= known.setdefault(worker, now) + _EVICTED_GRACE.total_seconds():
                     self._note(
                         f"worker {worker.index} (pid {worker.child.pid}) was evicted from the "
                         f"job {now - known[worker]:.0f} s ago and has not exited; killing it"
@@ -698,7 +698,7 @@ class Agent:
             if known:
                 self._note(
                     f"job {job} is not finished: the last workers on this machine left "
-                    f"because they were asked to (exit status {PUT_OUT})"
+                    f"because they were asked to (exit status {EVICTED})"
                 )
             else:
                 self._note(
@@ -759,7 +759,7 @@ class Agent:
     def _refuse(self, why: str) -> None:
         if not self._policy.refused:
             self._policy.refused = why
-            self._note(f"{why} (exit status {PUT_OUT})")
+            self._note(f"{why} (exit status {EVICTED})")
 
     def _finish_as_known(self) -> None:
         stopped_by = signal.SIGTERM if self._notice is not None else self._signal

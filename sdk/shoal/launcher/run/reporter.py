@@ -172,7 +172,7 @@ class ExitReporter:
                 deadline=_CALL_DEADLINE,
             )
 
-    def is_put_out(self, member_id: str) -> bool:
+    def is_evicted(self, member_id: str) -> bool:
         """Returns whether the coordinator has evicted a member. No other member then waits for its
         process. Blocks for at most 2 s."""
         try:

@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import xxhash
 from shoal_common.errors import MembershipChanged
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import (
@@ -162,7 +162,7 @@ class Departure:
         position. After a restart, it waits at the beginning of the loop."""
         reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
-        self._exit(reason, status=PUT_OUT)
+        self._exit(reason, status=EVICTED)
 
     def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)

@@ -159,7 +159,7 @@ def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_told(
+def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_reported(
     network: Make,
 ) -> None:
     job = network(3, EPOCHS="3")
@@ -169,7 +169,7 @@ def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_to
 
 
 @pytest.mark.soak
-def test_ranks_behind_nat_that_need_a_group_are_told_that_gloo_cannot_be_reached_there(
+def test_ranks_behind_nat_that_need_a_group_are_informed_that_gloo_cannot_be_reached_there(
     network: Make,
 ) -> None:
     job = network(3)

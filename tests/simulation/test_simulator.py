@@ -223,7 +223,7 @@ def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
     assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)
 
 
-def test_who_stood_still_may_only_end_as_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_stalled_may_only_end_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(faults=(Stops(who="b", point=60, seconds=40),))
     assert "failed" in _raises(
         monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug")

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from shoal_common.exit_status import PREEMPTED, EVICTED
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all

@@ -363,7 +363,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(
     assert re.search(rb"(100%|of 2)\r\n\r\n", seen) is None, "a blank line after a worker's"
 
 
-def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:
+def test_a_terminal_that_stalls_does_not_hold_up_the_end(shell: Shell) -> None:
     script = shell.script("print('x' * 1_000_000)")
     shortly = (
         "from datetime import timedelta; import shoal.cli.terminal.console as c; "

@@ -77,7 +77,7 @@ def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
     assert "start one with `shoal submit`" in err
 
 
-def test_events_are_told_one_a_line(shared_shell: Shell, cluster: Command) -> None:
+def test_events_are_reported_one_a_line(shared_shell: Shell, cluster: Command) -> None:
     status, out, err = shared_shell.run("events", COLUMNS="80")
     assert (status, err) == (0, "")
     assert out.splitlines()[0].split()[1] == "job_created"
@@ -153,7 +153,7 @@ def read_some(terminal: int) -> bytes:
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 
-def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
+def test_stop_ends_a_job_at_a_step_boundary_and_followed_events_end_with_it(
     shell: Shell, elastic_worker: Path
 ) -> None:
     run = shell.start(

@@ -239,7 +239,7 @@ ERRORS = """
 
 
 @pytest.mark.matrix
-def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
+def test_each_error_is_reported_once_and_says_what_to_do(drive: Any) -> None:
     raised, nowhere, not_sent, not_returned, no_script = drive(ERRORS).told()
     assert raised[0] == "LookupError"
     assert raised[2] == "number 7"

@@ -93,7 +93,7 @@ def test_a_name_that_nobody_knows_is_named():
     assert not found.permanent
 
 
-def test_a_server_that_stays_silent_is_told_from_one_that_is_gone():
+def test_a_server_that_stays_silent_is_distinguished_from_one_that_is_gone():
     port = listening(None)
     found = find_obstacle(
         ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200)
@@ -172,7 +172,7 @@ def test_certificates_are_checked_as_grpc_checks_them(ours):
     )
 
 
-def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed(
+def test_a_worker_of_a_launcher_that_cannot_get_in_is_evicted_and_has_not_failed(
     serve, ours, zygote, tmp_path
 ):
     """For example, a replacement starts after the certificate has expired. The other workers

@@ -298,7 +298,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
         reserved.close()
 
 
-def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_the_newest(
+def test_a_coordinator_that_may_not_know_the_newest_run_says_to_nobody_that_its_run_is_over(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     """Otherwise a server would discard its data in the middle of a run that only a newer
@@ -387,7 +387,7 @@ def refusal(call: Callable[[], object]) -> ShoalError:
     raise AssertionError("the call was granted")
 
 
-def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() -> None:
+def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_asked_to() -> None:
     """The coordinator stops before it would give up on Redis, which takes 5 s for each of two
     attempts."""
 

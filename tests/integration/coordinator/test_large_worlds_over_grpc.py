@@ -81,7 +81,7 @@ def lines(ranks: Any) -> list[str]:
     ]
 
 
-def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_they_ask(
+def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they_ask(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed
@@ -106,7 +106,7 @@ def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_the
 
 
 @pytest.mark.parametrize("wrong", [{"generation": 2}, {"nonce": "0" * 32}, {"nonce": ""}])
-def test_ranks_are_told_to_members_of_the_newest_generation_alone(
+def test_ranks_are_sent_to_members_of_the_newest_generation_alone(
     formed: tuple[Job, list[Member], Linked], wrong: dict[str, Any]
 ) -> None:
     job, members, _ = formed
@@ -195,7 +195,7 @@ def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     session.leave(pb.Leave.REASON_DRAINED, "the test is over")
 
 
-def test_one_member_or_those_behind_are_told_without_the_whole_job(
+def test_one_member_or_those_behind_are_reported_without_the_whole_job(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed

@@ -86,7 +86,7 @@ def test_a_job_begins_with_those_who_are_there_when_the_grace_is_over(make_job: 
     assert ids(a.generation()) == ["a"]
 
 
-def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
+def test_members_below_the_minimum_wait(make_job: MakeJob) -> None:
     job = make_job(smallest=2)
     (a,) = job.start("a")
     assert a.told("standby").reason == "waiting for 2 members: 1 ready"
@@ -151,7 +151,7 @@ def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob)
     assert endings(job) == [("victim", "stream_broken")]
 
 
-def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob) -> None:
+def test_a_joiner_is_taken_at_the_step_boundary_and_interrupts_nobody(make_job: MakeJob) -> None:
     job = make_job()
     (a,) = job.form("a")
     b = job.join("b")
@@ -233,7 +233,7 @@ def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
     eventually(lambda: not any(m.note for m in job.get().members), "it to be heard of again")
 
 
-def test_a_step_that_stands_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
+def test_a_stalled_step_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     a.beat(1, waiting_s=11, waiting_in="all_reduce", step=3)

@@ -163,7 +163,7 @@ def test_a_server_without_heartbeats_loses_its_lease(
     assert [server.alive for server in job.get().servers] == [True, False]
 
 
-def test_servers_are_told_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_servers_learn_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")
     server.told("welcome")

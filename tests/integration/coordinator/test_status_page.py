@@ -57,7 +57,7 @@ def of(coordinator: Coordinator, job: Job) -> Any:
     return told(coordinator, f"/api/job?job={job.job_id}")
 
 
-def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
+def test_a_job_is_reported_with_its_ranks_and_how_far_each_is(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2, smallest=2)
@@ -146,7 +146,7 @@ def test_names_are_those_of_shoal_status(
     assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 
 
-def test_events_are_told_from_the_newest_ones_on(
+def test_events_are_reported_from_the_newest_ones_on(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2)
@@ -163,7 +163,7 @@ def test_events_are_told_from_the_newest_ones_on(
     assert told(shared_coordinator, f"{path}&after={after[-1]['event_id']}")["events"] == []
 
 
-def test_parameter_servers_are_told_with_what_they_hold(
+def test_parameter_servers_are_reported_with_what_they_hold(
     make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
 ) -> None:
     job = make_job(parameter_servers=2, parameter_server_backups=1)
@@ -236,7 +236,7 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
         ("/api/none", HTTPStatus.NOT_FOUND, "/api/events, /api/job, /api/jobs"),
     ],
 )
-def test_what_cannot_be_told_is_refused(
+def test_what_cannot_be_reported_is_refused(
     shared_coordinator: Coordinator, path: str, status: int, says: str
 ) -> None:
     found, text, _ = answer(shared_coordinator, path)
@@ -252,7 +252,7 @@ def test_an_event_id_that_cannot_be_is_refused(
     assert (status, "yesterday" in text) == (HTTPStatus.BAD_REQUEST, True), text
 
 
-def test_while_redis_is_away_jobs_are_told_and_events_are_not(
+def test_while_redis_is_away_jobs_are_reported_and_events_are_not(
     own_redis: EmbeddedRedis, make_coordinator: Callable[..., Coordinator]
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "500ms")
@@ -287,7 +287,7 @@ def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("path", ["/api/jobs", "/api/job?job=train", "/api/events?job=train"])
-def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(
+def test_what_the_cluster_does_is_shown_to_holders_of_a_token_as_metrics_are(
     guarded: Coordinator, path: str
 ) -> None:
     with guarded.client(token="a-token") as client:

@@ -44,7 +44,7 @@ for epoch in loader.epochs(int(sys.argv[1])):
 STEPS, SAMPLES = 9, 100  # of an epoch
 
 
-def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_have_it(
+def test_a_killed_worker_is_reported_with_its_pause_and_the_figures_and_the_plot_have_it(
     shell: Shell, tmp_path: Path
 ) -> None:
     plot, epochs = tmp_path / "course.svg", 30
@@ -100,7 +100,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_figures_are_told_after_a_failure_too(shell: Shell) -> None:
+def test_figures_are_reported_after_a_failure_too(shell: Shell) -> None:
     script = shell.script(SCRIPT + "\nraise ValueError('at the end')\n")
     status, _, err = shell.run("run", "--standalone", script, "2")
     assert status != 0

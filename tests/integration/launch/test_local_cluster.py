@@ -112,7 +112,7 @@ def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
     assert "/dev/null/nobody" in told
 
 
-def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(
+def test_a_service_that_cannot_start_is_reported_with_its_own_words_and_nothing_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = set(psutil.Process().children(recursive=True))

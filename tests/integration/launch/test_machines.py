@@ -22,7 +22,7 @@ from shoal.cli.terminal.view import job_json
 from shoal.client.messages import job_of
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import UnknownResourceError
-from shoal_common.exit_status import PREEMPTED, EVICTED
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.exit_status import PREEMPTED, EVICTED
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
 
 Shell = Any  # of tests/integration/conftest.py
@@ -110,7 +110,7 @@ def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
     assert "[0]: left" in command.stdout
 
 
-def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(
+def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_shows_it(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--no-fail-fast")
@@ -124,7 +124,7 @@ def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tell
     assert "FAILED" in command.stderr
 
 
-def test_a_worker_that_the_coordinator_put_out_is_replaced(
+def test_a_worker_that_the_coordinator_evicted_is_replaced(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker)

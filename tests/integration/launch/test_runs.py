@@ -192,7 +192,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     assert "2 launchers for run 2 of job default did not all join within 12 s" in late.stderr
 
 
-def test_a_launcher_that_was_told_its_run_does_not_begin_another(
+def test_a_launcher_that_has_received_its_run_does_not_begin_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     """For example, a scheduler requeues and restarts a launcher after the others have finished."""
@@ -304,7 +304,7 @@ def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run
     assert endings(endpoint, "train") == ["completed", "failed", "completed"]
 
 
-def test_a_late_worker_of_an_old_run_is_told_so(
+def test_a_late_worker_of_an_old_run_is_reported(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", machines=1)

@@ -113,7 +113,7 @@ def in_sync(cluster: Cluster, following: Follower) -> None:
     assert report(cluster).in_sync
 
 
-def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(
+def test_a_stream_that_ends_while_the_journal_is_informed_of_it_holds_nobody_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = primary(cluster)
@@ -163,7 +163,7 @@ def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent
         assert not pushing.is_alive()
 
 
-def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(
+def test_whoever_waits_for_a_backup_is_asked_to_look_elsewhere_each_time_anew(
     cluster: Cluster,
 ) -> None:
     member = primary(cluster)

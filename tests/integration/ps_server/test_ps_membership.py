@@ -43,7 +43,7 @@ def test_a_member_works_on_in_its_old_generation_when_others_come_and_go(cluster
     assert {each.version for each in member.push(1.0)} == {2}
 
 
-def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
+def test_an_evicted_member_can_neither_push_nor_pull(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     out = cluster.member(client, "b")
@@ -61,7 +61,7 @@ def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
     assert client.get_server().pushes_applied == 3
 
 
-def test_a_push_that_is_under_way_when_its_member_is_put_out_is_not_applied(cluster) -> None:
+def test_a_push_that_is_under_way_when_its_member_is_evicted_is_not_applied(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     out = cluster.member(client, "b")
@@ -263,7 +263,7 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
     )
 
 
-def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(
+def test_before_the_coordinator_has_spoken_callers_are_asked_to_try_again(
     cluster, monkeypatch
 ) -> None:
     monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))

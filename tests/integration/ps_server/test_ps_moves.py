@@ -284,7 +284,7 @@ def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
     trainer.check()
 
 
-def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
+def test_clocks_are_not_sent_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
     """The giver refuses the clock until the member knows the server that has the copy. The member
     then sends its clock to that server too."""
     pair = start()

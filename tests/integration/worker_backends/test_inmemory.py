@@ -264,7 +264,7 @@ def test_collectives_that_do_not_fit_together_raise_on_all_ranks_and_name_both(
             assert re.search(word, told)
 
 
-def test_ranks_that_all_wait_for_each_other_are_told_so_at_once() -> None:
+def test_ranks_that_all_wait_for_each_other_are_reported_at_once() -> None:
     def receive() -> None:
         dist.recv(torch.empty(1), 0, tag=3)
 
@@ -276,7 +276,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_so_at_once() -> None:
         assert "rank 1 is waiting in recv(from rank 0, tag 3) of group 0" in told
 
 
-def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> None:
+def test_collectives_on_two_groups_in_opposite_order_are_reported_at_once() -> None:
     def be_rank() -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         for group in groups if dist.get_rank() == 0 else reversed(groups):

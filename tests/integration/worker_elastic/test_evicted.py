@@ -32,7 +32,7 @@ print("the end of the script", flush=True)
 """
 
 
-def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_and_one_line(
+def test_a_worker_that_stalled_past_its_lease_ends_with_the_status_of_an_evicted_one_and_one_line(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS="2", MICRO="1", max_workers=2, lease_ms=3000) as running:

@@ -181,7 +181,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_axis", ["fsdp"])
-def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
+def test_a_committed_step_counts_on_the_rank_of_a_mesh_that_missed_the_commit_all_reduce(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(
@@ -195,7 +195,7 @@ def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_clo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "zero2", "fsdp"])
-def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(

@@ -80,7 +80,7 @@ def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends
         pytest.param("save", "ddp", marks=pytest.mark.matrix),
     ],
 )
-def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_a_step(
+def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_commit_all_reduce_of_a_step(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
 ) -> None:
     """State that is not registered: a scheduler, a moving average, a GradScaler, and a counter
@@ -147,7 +147,7 @@ def newest_step(running: Cluster) -> int:
         pytest.param("ddp", "stop", marks=pytest.mark.matrix),
     ],
 )
-def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(
+def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_step_boundary_and_save_together(
     zygote: Zygote, tmp_path: Path, strategy: str, shape: str
 ) -> None:
     """The script may save after the loop or in a `finally` around it."""
@@ -183,7 +183,7 @@ def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
+def test_a_death_after_the_jobs_last_step_boundary_leaves_all_shards_to_be_saved(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     """The survivors notice the death before they save."""
@@ -199,7 +199,7 @@ def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.matrix)])
-def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border(
+def test_a_stop_in_a_step_that_one_rank_misses_ends_all_at_one_step_boundary(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="asks", STRATEGY=strategy) as running:

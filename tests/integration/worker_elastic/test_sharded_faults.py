@@ -137,7 +137,7 @@ def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:

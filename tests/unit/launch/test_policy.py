@@ -13,7 +13,7 @@ from shoal.launcher.workers.policy import (
     RestartPolicy,
     WorkerExit,
 )
-from shoal_common.exit_status import PREEMPTED, EVICTED
+from shoal_common.exit_status import EVICTED, PREEMPTED
 
 KILLED = ExitStatus.from_returncode(-signal.SIGKILL)
 RAISED = ExitStatus.from_returncode(1)
@@ -83,7 +83,7 @@ class TestPlainScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [2]
 
-    def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_told_too(self) -> None:
+    def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_reported_too(self) -> None:
         story = policy()
         story.exited(ended(1, RAISED), elastic=False)
         story.exited(ended(0, RAISED), elastic=False)
@@ -98,7 +98,7 @@ class TestElasticScript:
         assert story.replaced(1) == 1
         assert story.replaced(0) == 0
 
-    def test_a_worker_that_was_put_out_is_replaced_like_one_that_a_signal_killed(self) -> None:
+    def test_a_worker_that_was_evicted_is_replaced_like_one_that_a_signal_killed(self) -> None:
         story = policy()
         assert story.exited(ended(1, OUT), elastic=True) is Action.REPLACE
         assert policy(max_restarts=0).exited(ended(1, OUT), elastic=True) is Action.NONE
@@ -292,7 +292,7 @@ class TestWhatIsKnownOfTheJob:
         (-40, 168, "signal 40"),
     ],
 )
-def test_exit_statuses_are_told_as_shells_do(returncode: int, code: int, text: str) -> None:
+def test_exit_statuses_are_reported_as_shells_do(returncode: int, code: int, text: str) -> None:
     status = ExitStatus.from_returncode(returncode)
     assert (status.code, str(status)) == (code, text)
 

@@ -18,7 +18,7 @@ def test_a_change_of_membership_does_not_interrupt_a_member() -> None:
     assert fence.check("a", 1) is Verdict.ADMITTED
 
 
-def test_a_member_put_out_is_refused_in_every_generation_it_knows() -> None:
+def test_an_evicted_member_is_refused_in_every_generation_it_knows() -> None:
     fence = Fence()
     fence.learn(1, ["a", "b"])
     fence.learn(2, ["a"])
@@ -61,7 +61,7 @@ def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
     assert fence.evicted == {"b": 4, "c": 4}
 
 
-def test_members_that_another_server_knows_to_have_been_put_out_are_fenced_off_here() -> None:
+def test_members_that_another_server_knows_to_have_been_evicted_are_fenced_off_here() -> None:
     fence = Fence.restored(generation=5, members="ab", evicted={"b": 4, "x": 5})
     fence.remember(
         Fence.restored(generation=4, members="abc", evicted={"b": 2, "y": 3, "x": 1, "a": 3})

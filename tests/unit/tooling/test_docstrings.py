@@ -64,8 +64,7 @@ def test_docstrings_can_be_read_alone(folder: str) -> None:
                 found.append(f"{file.relative_to(_ROOT)}:{docstring.lineno}: {text[:60]}")
     assert not found, (
         "begin with a verb in the third person (Returns ..., Checks ...) or with a noun, and end "
-        "with a full stop:\n"
-        + "\n".join(found)
+        "with a full stop:\n" + "\n".join(found)
     )
 
 

@@ -114,7 +114,7 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize("reason", ["RANKS_DIVERGED", "REPLICAS_DIVERGED"])
-def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(
+def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_reported_it(
     reason: str,
 ) -> None:
     verdict = PreconditionError("ranks diverged", reason=reason)

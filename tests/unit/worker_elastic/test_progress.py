@@ -58,7 +58,7 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
     assert rates[-1] < 10
 
 
-def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_for_its_peers() -> (
+def test_the_time_that_a_rank_works_is_distinguished_from_the_time_that_it_waits_for_its_peers() -> (
     None
 ):
     clock = Clock()
@@ -76,7 +76,7 @@ def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_fo
     assert reported.waiting_s == 0
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends() -> None:
+def test_a_step_that_takes_far_longer_than_those_before_is_reported_before_it_ends() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(40):
@@ -111,7 +111,9 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
         torch.tensor(0.25, requires_grad=True) * 1,
     ],
 )
-def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(reported: float | torch.Tensor) -> None:
+def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
+    reported: float | torch.Tensor,
+) -> None:
     metrics = WorkerMetrics()
     meter = ProgressMeter(metrics)
     assert math.isnan(meter.snapshot().loss)
@@ -120,7 +122,7 @@ def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(reported: float | torc
     assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
 
 
-def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
+def test_a_reported_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
     meter = ProgressMeter(WorkerMetrics())
     running = torch.tensor(1.0)
     meter.loss.tell(running)

@@ -43,7 +43,7 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_th
     assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
-def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
+def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_once() -> None:
     plan = reconcile(
         [
             status((1, 5), doubt=(1, 6), outcomes=6),
@@ -59,7 +59,7 @@ def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_t
     assert (plan.moving, plan.outcomes) == ((1,), 7)
 
 
-def test_a_joiner_need_not_have_been_told_of_anything() -> None:
+def test_a_joiner_need_not_have_received_anything() -> None:
     assert reconcile([status((1, 6), outcomes=7), status(None, learner=True)]).moving == ()
 
 
@@ -94,7 +94,7 @@ def test_a_later_generation_wins_over_a_higher_step() -> None:
     assert plan.behind == (0,)
 
 
-def test_a_spectator_takes_nothing_before_the_border_and_counts_for_nothing() -> None:
+def test_a_learner_takes_nothing_before_the_step_boundary_and_counts_for_nothing() -> None:
     plan = reconcile([status((1, 5)), status(None, learner=True)])
     assert plan.behind == ()
     assert plan.learners == (1,)
@@ -194,7 +194,7 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
 
 
 @given(statuses)
-def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(
+def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_advised_what_to_do(
     ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
@@ -208,5 +208,5 @@ def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_
 
 
 @given(statuses)
-def test_standings_survive_the_wire(ranks: list[RankStatus]) -> None:
+def test_rank_statuses_survive_the_wire(ranks: list[RankStatus]) -> None:
     assert [RankStatus.decode(s.encode()) for s in ranks] == ranks

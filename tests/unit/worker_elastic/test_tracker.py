@@ -127,7 +127,7 @@ def train(style: str, sink: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("style", ["before step()", "after step()", "train_step"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_loss_belongs_to_the_step_that_it_was_told_for(style: str, every: int) -> None:
+def test_a_loss_belongs_to_the_step_that_it_was_reported_for(style: str, every: int) -> None:
     memory = Memory()
     train(style, memory, every_steps=every)
     due = [step for step in range(1, STEPS + 1) if step % every == 0]
@@ -137,13 +137,13 @@ def test_a_loss_belongs_to_the_step_that_it_was_told_for(style: str, every: int)
     assert (memory.opened, memory.closed) == ([1], [True])
 
 
-def test_a_loop_that_tells_no_loss_has_none() -> None:
+def test_a_loop_that_reports_no_loss_has_none() -> None:
     memory = Memory()
     train("not at all", memory, every_steps=1)
     assert "shoal/loss" not in memory.values
 
 
-def test_a_loss_told_every_few_steps_is_not_told_for_those_between() -> None:
+def test_a_loss_reported_every_few_steps_is_not_reported_for_those_between() -> None:
     memory = Memory()
     model, optimizer, loader = begin(memory, every_steps=1)
     for (x,) in loader:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from shoal_common.exit_status import PREEMPTED, EVICTED
+from shoal_common.exit_status import EVICTED, PREEMPTED
 
 from shoal.launcher.processes.process import ExitStatus
 

@@ -58,9 +58,7 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
     assert rates[-1] < 10
 
 
-def test_the_time_that_a_rank_works_is_distinguished_from_the_time_that_it_waits_for_its_peers() -> (
-    None
-):
+def test_a_ranks_time_at_work_is_distinguished_from_its_time_waiting_for_peers() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(10):

@@ -194,7 +194,7 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
 
 
 @given(statuses)
-def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_advised_what_to_do(
+def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_lacks_state_learns_what_to_do(
     ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)

@@ -21,7 +21,7 @@ parser.add_argument(
 options = parser.parse_args()
 
 
-async def tell_events(client: shoal.AsyncClient) -> None:
+async def print_events(client: shoal.AsyncClient) -> None:
     """Prints each event of the job until the job's cluster ends."""
     async for event in client.events(options.job, follow=True):
         print(
@@ -31,7 +31,7 @@ async def tell_events(client: shoal.AsyncClient) -> None:
         )
 
 
-async def tell_progress(client: shoal.AsyncClient) -> None:
+async def print_progress(client: shoal.AsyncClient) -> None:
     """Prints the progress of the job every few seconds, until cancelled."""
     while True:
         with suppress(shoal.UnavailableError, shoal.UnknownResourceError):  # restarting or stopping
@@ -51,8 +51,8 @@ async def tell_progress(client: shoal.AsyncClient) -> None:
 async def main() -> None:
     """Prints events and progress until there are no more events."""
     async with shoal.AsyncClient(options.coordinator) as client:
-        progress = asyncio.create_task(tell_progress(client))
-        await tell_events(client)
+        progress = asyncio.create_task(print_progress(client))
+        await print_events(client)
         progress.cancel()
 
 

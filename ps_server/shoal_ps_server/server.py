@@ -36,9 +36,9 @@ from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.giving import Giver
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.replication.taking import Receiver
+from shoal_ps_server.replication.transfer_sink import TransferSink
+from shoal_ps_server.replication.transfer_source import TransferSource
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.descriptors import BulkShare
 from shoal_ps_server.service.intake import Intake
@@ -154,7 +154,7 @@ class ParameterServer:
             pulls=self._pulls,
             metrics=self._metrics,
         )
-        self._giver = Giver(
+        self._giver = TransferSource(
             shard=self._shard,
             moves=self._moves,
             changes=self._changes,
@@ -423,8 +423,8 @@ class ParameterServer:
                 move, receiver=receiver, reason=reason, giver_failed=giver_failed
             )
 
-    def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
-        return Receiver(
+    def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> TransferSink:
+        return TransferSink(
             job_id=self._settings.job,
             shard=self._shard,
             moves=self._moves,

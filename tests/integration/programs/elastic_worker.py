@@ -109,11 +109,11 @@ class Member:
             case "drain":
                 self.leave()
 
-    def tell_launcher(self, what: str) -> None:
+    def notify_launcher(self, what: str) -> None:
         Path(os.environ["SHOAL_MEMBER_FILE"]).write_text(what)
 
     def run(self) -> None:
-        self.tell_launcher("joined")
+        self.notify_launcher("joined")
         print(
             "told",
             *(
@@ -139,7 +139,7 @@ class Member:
         if self.raise_now:
             raise ValueError(f"rank {self.rank} was asked to raise")
         if self.leaving == pb.Leave.REASON_FINISHED and not self.stopped:
-            self.tell_launcher("finished")
+            self.notify_launcher("finished")
         print("left", flush=True)
 
 

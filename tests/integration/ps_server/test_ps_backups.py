@@ -205,7 +205,7 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
     monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         settings: dict[str, Any] = {
             "coordinator": other.address,
             "server_id": "b",
@@ -250,7 +250,7 @@ def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_
 
 
 @contextmanager
-def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
+def asked_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
     """Yields a coordinator that makes server `b` follow the cluster's server."""
     other = ScriptedCoordinator()
     other.start()
@@ -286,7 +286,7 @@ def test_a_backup_that_cannot_make_a_change_copies_all_anew(
 
     monkeypatch.setattr(Replay, "make", fails_once)
     member = primary(cluster)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             coordinator=other.address,
@@ -327,7 +327,7 @@ def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
     data = cluster.directory / "b"
     data.mkdir()
     (data / damaged).write_bytes(b"nothing that it wrote")
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             until_serving=False,
@@ -347,7 +347,7 @@ def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
 
 def test_the_event_loop_of_a_backup_is_watched(cluster: Cluster) -> None:
     primary(cluster)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             until_serving=False,

@@ -351,7 +351,7 @@ def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_coun
         if decided:
             coordinator.decide(report)
             eventually(lambda: pair.held(0) == {0, 2}, "the giver to know the new map")
-        coordinator.tell_members(2, "a", "b")
+        coordinator.send_members(2, "a", "b")
         with pytest.raises((UnavailableError, PreconditionError)) as refused:
             telling.result(60)
         assert refused.value.reason == refusal

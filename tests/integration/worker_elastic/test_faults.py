@@ -91,7 +91,7 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(
 ) -> None:
     """Step 20 is the last of an epoch."""
     three.start(0)
-    three.start(1, SHOAL_FAILPOINTS=f"step.closed@{step}=lose")
+    three.start(1, SHOAL_FAILPOINTS=f"step.summed@{step}=lose")
     three.start(2)
     results = three.finish(0, 1, 2)
     assert len({r["lost"] for r in results}) == 1
@@ -146,9 +146,9 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
 @pytest.mark.parametrize(
     ("joiner", "donor"),
     [
-        pytest.param("transfer.before_taking@1=kill", "", marks=pytest.mark.matrix),
+        pytest.param("transfer.before_request@1=kill", "", marks=pytest.mark.matrix),
         ("", "transfer.before_serving@1=kill"),
-        ("session.at_border@1=kill", ""),
+        ("session.at_boundary@1=kill", ""),
     ],
 )
 def test_a_join_that_fails_half_way_leaves_the_others_whole(

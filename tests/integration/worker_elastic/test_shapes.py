@@ -87,7 +87,7 @@ def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_commit_all_
     behind `if optimizer.step()`."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, SHOAL_FAILPOINTS="step.closed@6=lose" if index == 1 else "")
+            running.start(index, SHOAL_FAILPOINTS="step.summed@6=lose" if index == 1 else "")
         check_alike(running.finish(0, 1, 2), alone(shape, strategy), running)
 
 
@@ -122,7 +122,7 @@ def test_a_loop_left_by_break_ends_with_the_last_step_on_every_rank(
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="break", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(
-                index, SHOAL_FAILPOINTS=f"step.closed@{ALL - 3}=lose" if index == 0 else ""
+                index, SHOAL_FAILPOINTS=f"step.summed@{ALL - 3}=lose" if index == 0 else ""
             )
         check_alike(running.finish(0, 1, 2), alone("break", strategy), running)
 
@@ -204,7 +204,7 @@ def test_a_stop_in_a_step_that_one_rank_misses_ends_all_at_one_step_boundary(
 ) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="asks", STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, SHOAL_FAILPOINTS="step.closed@7=lose" if index == 1 else "")
+            running.start(index, SHOAL_FAILPOINTS="step.summed@7=lose" if index == 1 else "")
         results = running.finish(0, 1, 2)
         assert (
             len({str(r["outcomes"]) for r in results}) == len({r["digest"] for r in results}) == 1

@@ -44,7 +44,7 @@ def test_three_workers_end_with_the_parameters_of_one(
 @pytest.mark.parametrize(
     ("strategy", "failpoint"),
     [
-        ("zero1", "sharded.sealed@15=kill"),
+        ("zero1", "sharded.prepared@15=kill"),
         pytest.param("zero2", "reduction.completed@15=kill", marks=pytest.mark.matrix),
         ("zero3", "session.before_apply@15=kill"),
         ("zero1", "session.after_apply@15=kill"),
@@ -81,7 +81,7 @@ def alone_with_adafactor(
     ("strategy", "failpoint"),
     [
         ("zero1", "session.after_apply@15=kill"),
-        pytest.param("zero2", "sharded.sealed@15=kill", marks=pytest.mark.matrix),
+        pytest.param("zero2", "sharded.prepared@15=kill", marks=pytest.mark.matrix),
         ("zero3", "session.in_operation@3=kill"),
         pytest.param("fsdp", "session.after_commit@40=kill", marks=pytest.mark.matrix),
     ],

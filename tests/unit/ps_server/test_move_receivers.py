@@ -17,7 +17,7 @@ from shoal_common.errors import (
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency
 from shoal_ps_server.consistency.fence import Fence
-from shoal_ps_server.replication.giving import NotTaken
+from shoal_ps_server.replication.transfer_source import NotTaken
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.directory import DataDirectory

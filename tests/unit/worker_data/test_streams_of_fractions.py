@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import shoal
 import torch
-from shoal_worker.data.streaming.fingerprints import Probe, tells_apart
+from shoal_worker.data.streaming.fingerprints import Probe, distinguishes
 from torch import nn
 
 ITEMS = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_items_that_are_changed_at_random_are_no_difference_where_a_number_disti
     ],
 )
 def test_what_distinguishes_an_item_from_others(item: Any, tells: bool) -> None:
-    assert tells_apart(item) is tells
+    assert distinguishes(item) is tells
 
 
 def test_where_steps_are_each_ranks_own_nothing_is_compared() -> None:

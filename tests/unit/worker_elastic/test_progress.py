@@ -115,7 +115,7 @@ def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
     metrics = WorkerMetrics()
     meter = ProgressMeter(metrics)
     assert math.isnan(meter.snapshot().loss)
-    meter.loss.tell(reported)
+    meter.loss.report(reported)
     assert meter.snapshot().loss == 0.25
     assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
 
@@ -123,7 +123,7 @@ def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
 def test_a_reported_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
     meter = ProgressMeter(WorkerMetrics())
     running = torch.tensor(1.0)
-    meter.loss.tell(running)
+    meter.loss.report(running)
     running += 5
     assert meter.snapshot().loss == 1.0
 
@@ -142,7 +142,7 @@ def test_what_is_not_one_number_is_no_loss(reported: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): got .*; expected one number"
     ):
-        ProgressMeter(WorkerMetrics()).loss.tell(reported)
+        ProgressMeter(WorkerMetrics()).loss.report(reported)
 
 
 def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:

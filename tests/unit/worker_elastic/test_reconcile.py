@@ -40,7 +40,7 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_th
     None
 ):
     plan = reconcile([status((1, 6), outcomes=6), status((1, 5), doubt=(1, 6), outcomes=6)])
-    assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
+    assert (plan.committed, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
 def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_once() -> None:
@@ -51,7 +51,7 @@ def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_onc
             status((1, 5), doubt=(1, 6), outcomes=6),
         ]
     )
-    assert (plan.newest, plan.decided, plan.moving) == (StateName(1, 5), (), ())
+    assert (plan.newest, plan.committed, plan.moving) == (StateName(1, 5), (), ())
 
 
 def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_too() -> None:
@@ -80,7 +80,7 @@ def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_stat
         [status((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state]
     )
     assert plan.overtaken == (1, 2, 3)
-    assert (plan.behind, plan.moving, plan.decided) == ((), (), ())
+    assert (plan.behind, plan.moving, plan.committed) == ((), (), ())
 
 
 def test_a_rank_that_missed_the_return_to_a_checkpoint_is_behind_but_not_overtaken() -> None:
@@ -200,11 +200,11 @@ def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_lacks_state_learn
     plan = reconcile(ranks)
     members = [r for r, s in enumerate(ranks) if not s.learner]
     assert set(plan.moving) <= set(members)
-    assert not set(plan.decided) & set(plan.behind)
-    assert not set(plan.overtaken) & {*plan.behind, *plan.decided, *plan.donors}
+    assert not set(plan.committed) & set(plan.behind)
+    assert not set(plan.overtaken) & {*plan.behind, *plan.committed, *plan.donors}
     if not plan.moving and not plan.overtaken:
         assert {ranks[r].outcomes for r in members} <= {plan.outcomes}
-        assert not plan.decided
+        assert not plan.committed
 
 
 @given(statuses)

@@ -291,9 +291,9 @@ class SeveralEngines(TrainingEngine):
         group = self._session.group
         if group is None:
             raise MembershipChanged("there is no group")
-        failpoint("several_models.sealed")
+        failpoint("several_models.prepared")
         summed = self.working(group).sum_numbers(vote)
-        failpoint("several_models.closed")
+        failpoint("several_models.summed")
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:

@@ -696,7 +696,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
         mesh = self._laid_out
-        failpoint("sharded.sealed")
+        failpoint("sharded.prepared")
         norm = mesh.gradients.squared_norm()
         issued = mesh.execution.issued.word() if mesh.execution is not None else []
         step.issues(COMMIT)

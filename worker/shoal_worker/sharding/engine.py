@@ -547,7 +547,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        failpoint("sharded.sealed")
+        failpoint("sharded.prepared")
         gradients, held, group = self._gradients, self._held, self._session.group
         counts = held.division.replica(group.rank if group is not None else 0) == 0
         summing = CommitSum(

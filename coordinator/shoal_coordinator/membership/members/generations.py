@@ -40,7 +40,7 @@ def generation_due(draft: Draft) -> None:
         _after_failure(draft)
     elif draft.phase is JobPhase.RUNNING:
         _at_border(draft)
-    _tell_unplaced(draft)
+    _notify_unplaced(draft)
 
 
 def _after_failure(draft: Draft) -> None:
@@ -156,7 +156,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
     draft.effects.append(SendMembers(generation=draft.number, member_ids=(), key_digests=()))
 
 
-def _tell_unplaced(draft: Draft) -> None:
+def _notify_unplaced(draft: Draft) -> None:
     """Notifies members that have just begun to wait of the reason. If the reason has changed,
     notifies all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (

@@ -53,7 +53,7 @@ class RunExit(SystemExit):
         self.summary = summary
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     """Prints a message of the launcher itself. Used before any worker is started."""
     # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
@@ -63,7 +63,7 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
     """Runs the agent and exits with the run's status. `live`: True to show a table if standard
     output is a terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        tell("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
+        say("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
     try:
         raise _run(settings, live=live)
     except TerminalStuckError as error:
@@ -144,7 +144,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         finally:
             if bar is not None:
                 bar.end()
-            _tell_figures(settings, agent.figures, note)
+            _show_figures(settings, agent.figures, note)
             if recorder is not None:
                 recorder.end(
                     outcome,
@@ -157,13 +157,13 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
             note(stopped_line(agent.figures, result.stopped))
         elif result.outcome is Outcome.INTERRUPTED and agent.figures.steps:
             note(interrupted_line(agent.figures))
-        summary = _tell_result(settings, result, pump, note)
+        summary = _show_result(settings, result, pump, note)
         for problem in () if recorder is None else recorder.problems:
             note(problem)
     return RunExit(result, summary)
 
 
-def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
+def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
     """Prints the run's figures and draws its plot, even if the run failed."""
     for line in figures_lines(figures):
         note(line)
@@ -200,7 +200,7 @@ def _site(settings: RunSettings, note: Note) -> Site:
     return SharedSite(settings, note=note)
 
 
-def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
+def _show_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
     """Prints the result and returns the printed summary of failures."""
     summary = ""
     if result.failures:

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_TELL_EVERY_S: Final = 10.0
-_TELL_AGAIN_S: Final = 25.0
+_REPORT_EVERY_S: Final = 10.0
+_REPORT_AGAIN_S: Final = 25.0
 """Seconds without output after which the same line about the start is printed again."""
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
-_TELL_TIMEOUT: Final = timedelta(seconds=10)
+_REPORT_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
@@ -152,7 +152,7 @@ class Agent:
         """Time of the first signal, by the event loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
         """Tasks that are about to start a replacement."""
-        self._telling: set[asyncio.Task[None]] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
         """Tasks that notify other launchers that the job has failed."""
         self._why = ""
         """Reason why the job is ending, as given by the coordinator."""
@@ -229,7 +229,7 @@ class Agent:
             self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
             self._spawn(self._open())
-            self._spawn(self._tell_waits())
+            self._spawn(self._report_waits())
             try:
                 return await self._finished
             finally:
@@ -335,7 +335,7 @@ class Agent:
         self._spawn(self._follow_moves())
         self._spawn(self._kill_evicted(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
-        self._spawn(self._tell_missing_servers(self._reporter))
+        self._spawn(self._report_missing_servers(self._reporter))
         try:
             await self._site.keep()
         except ShoalError:
@@ -373,26 +373,26 @@ class Agent:
                     )
                     worker.child.kill()
 
-    async def _tell_missing_servers(self, reporter: ExitReporter) -> None:
+    async def _report_missing_servers(self, reporter: ExitReporter) -> None:
         """Prints every ten seconds which parameter servers are missing, until the first step is
         committed."""
         while not self._follower.account.course.has_begun:
-            await asyncio.sleep(_TELL_EVERY_S)
+            await asyncio.sleep(_REPORT_EVERY_S)
             if missing := await self._in_thread(reporter.missing_servers):
                 self._note(f"job {self._settings.job_id}: {missing}")
 
-    async def _tell_waits(self) -> None:
+    async def _report_waits(self) -> None:
         """Prints what the start is waiting for whenever nothing has been printed for ten seconds,
         until the first step is committed."""
         loop = asyncio.get_running_loop()
-        began = told_at = loop.time()
+        began = reported_at = loop.time()
         last = ""
         while not (self._follower.account.course.has_begun or self._ending):
-            await asyncio.sleep(_TELL_EVERY_S / 10)
+            await asyncio.sleep(_REPORT_EVERY_S / 10)
             # a stopped terminal has not accepted the last line yet
-            quiet_s = min(self._pump.quiet_s, loop.time() - told_at)
+            quiet_s = min(self._pump.quiet_s, loop.time() - reported_at)
             seconds = loop.time() - began
-            if quiet_s < _TELL_EVERY_S:
+            if quiet_s < _REPORT_EVERY_S:
                 continue
             waits = awaited(
                 checking=self._health is not None and not self._health.done(),
@@ -403,8 +403,8 @@ class Agent:
                 joined=sum(worker.has_joined for worker in self._workers),
                 seconds=seconds,
             )
-            if waits and (waits != last or quiet_s >= _TELL_AGAIN_S):
-                last, told_at = waits, loop.time()
+            if waits and (waits != last or quiet_s >= _REPORT_AGAIN_S):
+                last, reported_at = waits, loop.time()
                 self._note(f"waiting for {waits}; {seconds:.0f} s since the start")
 
     async def _is_elastic(self) -> bool:
@@ -600,7 +600,7 @@ class Agent:
             or (report is not None and (report.was_member or report.job.ours > 0)),
         )
         if policy.fails_job and policy.fatal is ended:
-            self._tell_failure(worker, ended)
+            self._report_failure(worker, ended)
         what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
         if action is Action.REPLACE:
             self._replace(ended.index, what)
@@ -705,12 +705,12 @@ class Agent:
                     f"cannot tell whether job {job} is finished: its workers on this machine "
                     f"ended, and the coordinator at {self._site.coordinator} does not respond"
                 )
-        if self._telling:
+        if self._reporting:
             self._spawn(self._wind_down(timedelta(0)))
         else:
             self._finish_as_known()
 
-    def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
+    def _report_failure(self, worker: Worker, ended: WorkerExit) -> None:
         """Reports a failed worker to the coordinator, which stops all workers of the job, and to
         the other launchers."""
         reporter = self._reporter
@@ -724,8 +724,8 @@ class Agent:
             self._site.fail(failure_line(ended))
 
         task = self._spawn(self._in_thread(tell))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
     async def _wind_down(self, grace: timedelta) -> None:
         self._ending = True
@@ -737,8 +737,8 @@ class Agent:
         """Waits, for a few seconds at most, until other launchers have been notified of a failure
         and it is known whether the job is finished."""
         reporter = self._reporter
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
+        if self._reporting:
+            await asyncio.wait(self._reporting, timeout=_REPORT_TIMEOUT.total_seconds())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NEWS_TIMEOUT.total_seconds()):
                 while (

@@ -205,7 +205,7 @@ class SharedSite:
             if self._session is not None:
                 self._take_leave(self._session, ending)
             if self.run is not None:
-                self._tell_end(ending)
+                self._announce_end(ending)
         finally:
             self._client.close()
             if self._port is not None:
@@ -505,7 +505,7 @@ class SharedSite:
                     "have finished" if ending is Ending.FINISHED else "failed"
                 )
 
-    def _tell_end(self, ending: Ending) -> None:
+    def _announce_end(self, ending: Ending) -> None:
         """Reports the outcome of a plain script's run. Its workers are not members of the job and
         cannot report it themselves. The coordinator ignores a report about a different run."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):

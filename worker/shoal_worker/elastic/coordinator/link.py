@@ -275,7 +275,7 @@ class CoordinatorLink:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
-    def stands_by(self) -> None:
+    def become_spare(self) -> None:
         """Records that this member has a rank but no part of the model, until it enters another
         generation. The run may end without this member.
         """

@@ -302,7 +302,7 @@ class StepBoundaries:
             and not (source is not None and source.is_over)
         ):
             if engine.idle:
-                formation.stand_by()
+                formation.wait_as_spare()
             else:
                 formation.await_ranks()
             self._let_joiners_in(formation, source)
@@ -312,9 +312,9 @@ class StepBoundaries:
             # A joiner's script is behind the peers that sent it the state, although no step has
             # been taken since then. It therefore reports its peers' position to other ranks.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
-            fed = formation.let_joiners_in(arriving or self._held.place(source))
-            if fed is not None:
-                self._peers_at = fed
+            peers_at = formation.let_joiners_in(arriving or self._held.place(source))
+            if peers_at is not None:
+                self._peers_at = peers_at
 
     def settled(self, placement: Placement) -> bool:
         """Returns whether `placement`, returned earlier at this boundary, is still valid. An

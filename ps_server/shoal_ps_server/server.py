@@ -73,8 +73,8 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
-from shoal_ps_server.storage.keeper import SnapshotKeeper
 from shoal_ps_server.storage.recovery import Recovered
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 

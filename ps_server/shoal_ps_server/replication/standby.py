@@ -46,10 +46,10 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import ServerImage, ServerState, state_from_json
 from shoal_ps_server.storage.journal import Journal
-from shoal_ps_server.storage.keeper import SnapshotKeeper
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import Recovered, Replay
 from shoal_ps_server.storage.snapshot import partition_from_bytes, write_snapshot
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 

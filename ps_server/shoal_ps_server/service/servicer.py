@@ -59,7 +59,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.reading import Reading
 from shoal_ps_server.shard.shard import MOVING_RETRY, Shard
 from shoal_ps_server.storage.changes import Changes
-from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
+from shoal_worker.pipelining.rank_pipeline import Pipeline, PipelineSettings
 from torch import nn
 
 from tests.integration.pipelining.models import batch, made, pipeline_of, train

@@ -48,7 +48,7 @@ from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration
 from shoal_worker.parameter_servers.own_cluster import OwnCluster
-from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.sparse_tables.worker_tables import Tables

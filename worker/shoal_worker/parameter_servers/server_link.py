@@ -46,7 +46,7 @@ from shoal_worker.parameter_servers.ledger import Delivery, Ledger
 from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.parameter_servers.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
 from shoal_worker.parameter_servers.prefetch import Pulled
-from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.tensors import (
     Iteration,
     Partition,

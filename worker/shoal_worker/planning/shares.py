@@ -23,13 +23,13 @@ from shoal_worker.mesh.data_axis import alike_pieces
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.pipelining.schedule import Schedule, training_schedule
 from shoal_worker.planning.costs import Memory, Traffic, When, all_reduce, gather
-from shoal_worker.planning.passes import Passes, scaled
 from shoal_worker.planning.pipeline_time import StageCosts, most_in_flight
 from shoal_worker.planning.subject import Subject
+from shoal_worker.planning.traced_passes import Passes, scaled
 from shoal_worker.replicated.buckets import lay_out
 from shoal_worker.sharding.layout import Division, UnitLayout, layout_of
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
+from shoal_worker.tensor_parallel.split_plan import Style, TensorParallelPlan
 
 _META = torch.device("meta")
 _IN_FLIGHT = 2

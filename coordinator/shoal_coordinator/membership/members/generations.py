@@ -10,7 +10,7 @@ from shoal_coordinator.membership.members.absence import lose_absent, somebody_a
 from shoal_coordinator.membership.members.failures import incident_moot
 from shoal_coordinator.membership.members.forming import draining_in_group, form, holds_state
 from shoal_coordinator.membership.members.joining import FEW_READY, stop_for
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhase

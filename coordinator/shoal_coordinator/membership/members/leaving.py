@@ -11,7 +11,7 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 from shoal_coordinator.membership.members.forming import holds_state, named
 from shoal_coordinator.membership.members.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.members.machines import member_died, member_gone
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import (
     EndSession,

@@ -16,7 +16,7 @@ from typing import Final
 
 from shoal_coordinator.membership.members.failures import stuck_members
 from shoal_coordinator.membership.members.leaving import member_lost
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.members.stragglers import (
     Report,
     behind_connection,

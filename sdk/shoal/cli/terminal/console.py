@@ -16,7 +16,7 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from shoal_worker.object_storage import local_directory
 
 from shoal.cli.terminal.plot import check_plot, draw
-from shoal.cli.terminal.progress import BarWriter, PlainLines
+from shoal.cli.terminal.progress_bar import BarWriter, PlainLines
 from shoal.launcher.report.account import (
     RunFigures,
     figures_lines,

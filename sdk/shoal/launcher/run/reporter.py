@@ -26,7 +26,7 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.clusters.keeper import NOBODY
+from shoal.launcher.clusters.cluster_keeper import NOBODY
 from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.workers.environment import machine_name
 from shoal.launcher.workers.policy import JobEnd

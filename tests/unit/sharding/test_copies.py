@@ -29,7 +29,7 @@ from shoal_worker.sharding.resharding import (
     newest_of,
     rows_of,
 )
-from shoal_worker.sharding.whole_vectors import copy_singles
+from shoal_worker.sharding.unsharded_vectors import copy_singles
 
 
 def holders_of(

@@ -203,10 +203,10 @@ class SeveralEngines(TrainingEngine):
 
     @override
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
-                stack.enter_context(engine.whole_for(channel))
+                stack.enter_context(engine.unsharded_for(channel))
             yield
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -328,7 +328,7 @@ class Blueprint:
 # stand-in.
 
 
-def whole_module(
+def unsharded_module(
     template: Template,
     values: Mapping[str, Any],
     unsaved: Mapping[str, torch.Tensor],

@@ -439,7 +439,7 @@ class LocalSGDEngine(ReplicatedEngine):
             return captured
         add = adding(channel)
         if self._round.steps > 0:
-            with self.whole_for(channel):
+            with self.unsharded_for(channel):
                 captured["model"] = copy.deepcopy(ModuleState(self.module).captured())
         if self.optimizer is not None:
             mean = mean_optimizer_state(
@@ -449,7 +449,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return captured
 
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
         """Sets the module's parameters and buffers to the ranks' averages within the block, because
         ranks' values differ inside a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
@@ -492,7 +492,7 @@ class LocalSGDEngine(ReplicatedEngine):
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 
-    def _whole_state(self) -> Mapping[str, Any]:
+    def _unsharded_state(self) -> Mapping[str, Any]:
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -502,7 +502,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
         def body(channel: Channel) -> None:
             whole.clear()
-            with self.whole_for(channel):
+            with self.unsharded_for(channel):
                 whole.update(copy.deepcopy(read()))
 
         self._session.operation("full_state_dict", body)

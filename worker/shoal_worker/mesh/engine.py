@@ -877,8 +877,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @contextlib.contextmanager
     def unsharded_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.unsharded_for`. Each rank must have room for the complete model
-        in addition to its part."""
+        """Implements `TrainingEngine.unsharded_for`. Each rank must have room for the complete
+        model in addition to its part."""
         if self._parts is None or not self.is_sharded:
             yield
             return

@@ -196,7 +196,7 @@ class Unit:
         None: no compression."""
         self.resident = False
         """True if the unit keeps its memory and values until the parameters change, even though it
-            counts as freed; see `ShardedExecution.keep_unsharded`."""
+        counts as freed; see `ShardedExecution.keep_unsharded`."""
         self.in_step = self.watched = False
         """`in_step`: True if passes of a step may write to the unsharded parameters. `watched`:
         True if in-place writes through `.data` are detected."""

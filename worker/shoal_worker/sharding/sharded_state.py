@@ -385,7 +385,7 @@ class ShardedState(PartitionedState):
         the next step begins."""
         self.check(state)
         for unit in self.units:
-            unit.make_whole()
+            unit.make_unsharded()
         load_captured(self.module, state["model"])
         if state["optimizer"] is not None and self.optimizer is not None:
             self.load_optimizer(state["optimizer"])

@@ -261,7 +261,7 @@ class Unit:
         self._gathered = world_size == 1 and not self.apart
         self.free()
 
-    def make_whole(self, flat: torch.Tensor | None = None) -> None:
+    def make_unsharded(self, flat: torch.Tensor | None = None) -> None:
         """Makes all parameters unsharded on this rank, as if there were only one rank. `flat`:
         their values; None: arbitrary values."""
         self.finish_gathering()

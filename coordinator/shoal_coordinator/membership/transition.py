@@ -186,7 +186,7 @@ def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
     if state.formed_ms is not None and (
         state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)
     ):
-        wakes.append(state.formed_ms + policy.border_patience_ms)
+        wakes.append(state.formed_ms + policy.boundary_patience_ms)
     return wakes
 
 

@@ -123,7 +123,7 @@ def _may_supersede(draft: Draft) -> bool:
     if (
         generation is None
         or draft.formed_ms is None
-        or draft.now.ms >= draft.formed_ms + draft.policy.border_patience_ms
+        or draft.now.ms >= draft.formed_ms + draft.policy.boundary_patience_ms
     ):
         return True
     taken = sum(draft.works_in(rank.member_id) >= generation.number for rank in generation.ranks)

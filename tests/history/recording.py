@@ -498,14 +498,14 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
     class RecordingServer(ParameterServer):
         def placed(self, place: Place) -> None:
             super().placed(place)
-            told = {
+            received = {
                 "index": self._standing.server_index,
                 "epoch": place.epoch,
                 "follows": place.follows,
             }
             recorder.write(
                 "placed",
-                **told,
+                **received,
                 span=self._shard.span,
                 serves=not place.follows and self._standing.is_known,
             )

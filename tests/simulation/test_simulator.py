@@ -102,11 +102,11 @@ def test_a_rank_that_holds_something_else_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_samples_that_are_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = DealtSupply._advance
-    told = [0]
+    received = [0]
 
     def stuck(supply: Any, dealt: Any) -> None:
-        told[0] += 1
-        if told[0] > 12:
+        received[0] += 1
+        if received[0] > 12:
             advance(supply, dealt)
 
     oracle.reference(Scenario())

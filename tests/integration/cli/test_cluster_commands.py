@@ -235,9 +235,10 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
     try:
         status, _, err = shared_shell.run("status")
         assert status == 1
-        told, error = err.splitlines()
+        received, error = err.splitlines()
         assert (
-            told == "shoal: showing job newest of the newest of 2 clusters on this machine; choose "
+            received
+            == "shoal: showing job newest of the newest of 2 clusters on this machine; choose "
             "another with --job digits"
         )
         assert error.startswith("shoal: cannot reach a coordinator at 127.0.0.1:9 (")

@@ -186,19 +186,19 @@ def test_a_rank_is_killed_or_drained_and_the_events_report_it(
 def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(
     here: Shell, client: Client, training: str
 ) -> None:
-    told: list[str] = []
+    received: list[str] = []
     with client.events(training, follow=True) as closed:
         assert next(closed).kind == "job_created"
         threading.Timer(0.2, closed.close).start()
         assert [event.kind for event in closed][-1] == "generation_formed"
     thread = threading.Thread(
-        target=lambda: told.extend(event.kind for event in client.events(training, follow=True))
+        target=lambda: received.extend(event.kind for event in client.events(training, follow=True))
     )
     thread.start()
     (here.directory / "finish").touch()
     thread.join(WAIT.total_seconds())
     assert not thread.is_alive()
-    assert "job_finished" in told
+    assert "job_finished" in received
     assert client.wait(training, timeout=WAIT).ok
 
 

@@ -147,9 +147,9 @@ def test_metrics_report_a_stalled_step(make_job: MakeJob, shared_coordinator: Co
     a, b = job.form("a", "b")
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0
     a.beat(1, waiting_s=11, waiting_in="all_reduce")
-    a.told("notice")
+    a.received("notice")
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 1
     a.beat(1, sequence=4)
     b.beat(1, sequence=4)
-    a.told("notice", lambda notice: not notice.text)
+    a.received("notice", lambda notice: not notice.text)
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0

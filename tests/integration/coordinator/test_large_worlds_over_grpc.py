@@ -85,7 +85,7 @@ def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed
-    told = [member.told("generation") for member in members]
+    received = [member.received("generation") for member in members]
     generation = members[0].generation()
     assert not generation.ranks
     assert (generation.world_size, generation.most_local_ranks, list(generation.joining)) == (
@@ -102,7 +102,7 @@ def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they
     assert [
         rank.rank for rank in job.client.get_ranks(job.job_id, ranks=[5, 3], **asked).ranks
     ] == [5, 3]
-    assert len(told) == len(members)
+    assert len(received) == len(members)
 
 
 @pytest.mark.parametrize("wrong", [{"generation": 2}, {"nonce": "0" * 32}, {"nonce": ""}])
@@ -156,14 +156,17 @@ def test_a_joiner_asks_for_the_table_and_the_others_do_not(
         "late"
     }
     assert linked.client.asked == 1
-    told = joiner.generation(lambda g: g.number == 3)
-    table = job.client.get_ranks(job.job_id, generation=3, nonce=told.nonce).ranks
+    received = joiner.generation(lambda g: g.number == 3)
+    table = job.client.get_ranks(job.job_id, generation=3, nonce=received.nonce).ranks
     assert (
         rank_table.digest(lines(table))
-        == told.table_digest
+        == received.table_digest
         == rank_table.digest(peer.line for peer in third.peers)
     )
-    assert list(told.joining) == [next(rank.rank for rank in table if rank.member_id == "late"), 1]
+    assert list(received.joining) == [
+        next(rank.rank for rank in table if rank.member_id == "late"),
+        1,
+    ]
 
 
 def test_peers_of_a_superseded_generation_cannot_be_had(

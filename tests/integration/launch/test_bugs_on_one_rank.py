@@ -57,10 +57,10 @@ def check_reported(command: Command, *, rank: int, error: str) -> None:
     """Checks that the status is 1, and that the first failure shows the rank, the error and the
     script's line."""
     assert command.wait() == 1, command.stderr
-    told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
-    assert re.search(rf"rank +: {rank} ", told), command.stderr
-    assert re.search(r'File "\S+\.py", line \d+', told), command.stderr
-    assert error in told
+    received = command.stderr.partition("First failure")[2].partition("Later failures")[0]
+    assert re.search(rf"rank +: {rank} ", received), command.stderr
+    assert re.search(r'File "\S+\.py", line \d+', received), command.stderr
+    assert error in received
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(
         "it raised an exception, which a restarted worker would probably raise too, so the job ends"
         in command.stderr
     )
-    told = command.stderr.partition("First failure")[2]
-    assert re.search(r"rank +: 1 (.*\n)+.*ValueError: a bug on one rank", told), command.stderr
-    assert "Later failures" not in told
+    received = command.stderr.partition("First failure")[2]
+    assert re.search(r"rank +: 1 (.*\n)+.*ValueError: a bug on one rank", received), command.stderr
+    assert "Later failures" not in received
 
 
 def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(

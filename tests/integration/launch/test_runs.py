@@ -67,10 +67,10 @@ def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
         nodes = start_elastic(shell, endpoint, elastic_worker, f"finish-{number}")
         (shell.directory / f"finish-{number}").touch()
         assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-        told = "".join(node.stderr for node in nodes)
-        assert (f"run {number} of job default began; run {number - 1} was completed" in told) == (
-            number > 1
-        ), told
+        received = "".join(node.stderr for node in nodes)
+        assert (
+            f"run {number} of job default began; run {number - 1} was completed" in received
+        ) == (number > 1), received
     assert endings(endpoint) == ["completed"] * 2
 
 
@@ -344,8 +344,8 @@ def test_a_late_worker_of_an_old_run_is_reported(
                 PreconditionError,
                 match=r"run 1 of job default was completed \d+ s ago \(.*\); the newest one is run "
                 r"2",
-            ) as told:
+            ) as received:
                 late()
-            assert told.value.reason == "RUN_ENDED"
+            assert received.value.reason == "RUN_ENDED"
         assert client.get_job("default").ending == pb.JOB_ENDING_COMPLETED
         assert {event.run for event in client.watch_events("default")} == {1}

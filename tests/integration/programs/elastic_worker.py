@@ -42,13 +42,15 @@ class Member:
         self.rank = -1
         self.stopped = False
         self.raise_now = False
-        told = (
+        received = (
             Run.parse(os.environ["SHOAL_RUN"], what="SHOAL_RUN")
             if "SHOAL_RUN" in os.environ
             else None
         )
         self.run_id = (
-            None if told is None else pb.RunId(number=told.number, began_unix_ms=told.began_unix_ms)
+            None
+            if received is None
+            else pb.RunId(number=received.number, began_unix_ms=received.began_unix_ms)
         )
 
     def messages(self) -> Iterator[pb.MemberMessage]:

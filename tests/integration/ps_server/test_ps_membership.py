@@ -100,9 +100,9 @@ def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coord
     client = cluster.server()
     cluster.trainable(client)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(client.advance_clock, "job", "joiner", clock=0, generation=2)
+        received = pool.submit(client.advance_clock, "job", "joiner", clock=0, generation=2)
         cluster.coordinator.members(2, "a", "b", "joiner")
-        told.result(60)
+        received.result(60)
     cluster.coordinator.members(3, "a", "b")
     cluster.wait_until(
         lambda: set(client.get_server().clocks) == {"a", "b"}, "the server to hear of generation 3"

@@ -266,10 +266,10 @@ def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: Callabl
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
     worker.wait_step(4)
     pair.wait_in_sync()
-    before, told = pair.status(PRIMARY), pair.process(PRIMARY)
-    told.process.kill(signal.SIGTERM)
+    before, received = pair.status(PRIMARY), pair.process(PRIMARY)
+    received.process.kill(signal.SIGTERM)
     worker.go(4)
-    assert told.process.wait() == 0
+    assert received.process.wait() == 0
     pair.wait_replaced(before)
     worker.wait_step(12)
     worker.go(12)

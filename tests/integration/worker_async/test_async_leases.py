@@ -40,9 +40,9 @@ def versions(running: AsyncCluster) -> set[int]:
 def assert_leaves(worker: Worker) -> None:
     """Sends SIGTERM and checks that the worker exits with status 0 within 20 s."""
     worker.process.kill(signal.SIGTERM)
-    told = time.monotonic()
+    received = time.monotonic()
     assert worker.process.wait() == 0, worker.process.said()
-    assert time.monotonic() - told < 20
+    assert time.monotonic() - received < 20
 
 
 @pytest.mark.parametrize("consistency", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])

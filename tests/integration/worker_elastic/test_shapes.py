@@ -44,8 +44,8 @@ def alone(
 def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running: Cluster) -> None:
     """Checks that survivors saw the same outcomes and ended with the state of the run without a
     fault."""
-    told = {str(result["outcomes"]) for result in results}
-    assert len(told) == 1, told
+    received = {str(result["outcomes"]) for result in results}
+    assert len(received) == 1, received
     for result in results:
         for name in ("steps", "count", "digest", "average", "lr", "scale", "evaluations"):
             assert result[name] == expected[name], name

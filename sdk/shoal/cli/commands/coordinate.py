@@ -48,10 +48,10 @@ def coordinate(
     """
     from shoal_common.system.own_address import own_host
 
-    from shoal.cli.terminal.console import say
+    from shoal.cli.terminal.console import tell
     from shoal.launcher.clusters.coordination import Coordination
 
     coordination = Coordination(
-        command, host=own_host(host), insecure=insecure, environment=os.environ, note=say
+        command, host=own_host(host), insecure=insecure, environment=os.environ, note=tell
     )
     sys.exit(coordination.run())

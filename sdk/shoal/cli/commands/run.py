@@ -281,17 +281,17 @@ def run(
     The exit status is 0 only if the script finished. Otherwise it is the status of the script, 75
     (the run is not finished) or 143 (the launcher was asked to exit); see docs/exit-status.md.
     """
-    from shoal.cli.terminal.console import run_to_exit, say
+    from shoal.cli.terminal.console import run_to_exit, tell
 
     if rdzv_backend not in ("shoal", "static"):
-        say(f"ignoring --rdzv-backend {rdzv_backend}: launchers meet at Shoal's coordinator")
+        tell(f"ignoring --rdzv-backend {rdzv_backend}: launchers meet at Shoal's coordinator")
     if monitor_interval or start_method:
-        say(
+        tell(
             "ignoring --monitor-interval and --start-method: ends of workers are detected at "
             "once, and each worker is a separate program"
         )
     if standalone and rdzv_endpoint:
-        say("ignoring --rdzv-endpoint: --standalone starts its own coordinator")
+        tell("ignoring --rdzv-endpoint: --standalone starts its own coordinator")
     endpoint = None if standalone or not rdzv_endpoint else rdzv_endpoint
     settings = RunSettings(
         command=worker_command(script, arguments or (), module=module, python=not no_python),

@@ -53,7 +53,7 @@ class RunExit(SystemExit):
         self.summary = summary
 
 
-def say(text: str) -> None:
+def tell(text: str) -> None:
     """Prints a message of the launcher itself. Used before any worker is started."""
     # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
@@ -63,7 +63,7 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
     """Runs the agent and exits with the run's status. `live`: True to show a table if standard
     output is a terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        say("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
+        tell("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
     try:
         raise _run(settings, live=live)
     except TerminalStuckError as error:

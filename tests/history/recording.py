@@ -499,7 +499,7 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
         def placed(self, place: Place) -> None:
             super().placed(place)
             received = {
-                "index": self._standing.server_index,
+                "index": self._primary_place.server_index,
                 "epoch": place.epoch,
                 "follows": place.follows,
             }
@@ -507,7 +507,7 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
                 "placed",
                 **received,
                 span=self._shard.span,
-                serves=not place.follows and self._standing.is_known,
+                serves=not place.follows and self._primary_place.is_known,
             )
 
     return RecordingServer

@@ -193,8 +193,8 @@ def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     )
     for member in job.start(*NAMES):
         member.generation()
-    placement = eventually(lambda: session.standing.placement, "the launcher's place")
-    assert placement.node_count == len(session.standing.starts) == WORLD
+    placement = eventually(lambda: session.node_status.placement, "the launcher's place")
+    assert placement.node_count == len(session.node_status.starts) == WORLD
     session.leave(pb.Leave.REASON_DRAINED, "the test is over")
 
 

@@ -23,7 +23,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.replication import standby as standby_module
 from shoal_ps_server.replication.items import FORMAT_VERSION
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.service import standing
+from shoal_ps_server.service import primary_place
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import PUSH, Replay
@@ -202,7 +202,7 @@ def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_
 def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
     with asked_to_follow(cluster) as other:
@@ -230,7 +230,7 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
 def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     primary(cluster)
     with follower(cluster) as following:
         in_sync(cluster, following)

@@ -21,7 +21,7 @@ from shoal_common.errors import (
 )
 from shoal_common.formats.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.service import standing
+from shoal_ps_server.service import primary_place
 
 LONG = timedelta(seconds=30)
 
@@ -266,7 +266,7 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
 def test_before_the_coordinator_has_spoken_callers_are_asked_to_try_again(
     cluster, monkeypatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     cluster.coordinator.stop()
     cluster.coordinator.shard_map = None
     client = cluster.unregistered()

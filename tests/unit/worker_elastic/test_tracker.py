@@ -19,7 +19,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.tracking.delivery import Delivery
 from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, TrackedRun
-from shoal_worker.tracking.tracker import Standing, changes
+from shoal_worker.tracking.tracker import SessionValues, changes
 from torch import nn
 
 from tests import mlruns, wandbruns
@@ -294,12 +294,12 @@ def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
 
 
 def test_ranks_that_come_and_go_are_events() -> None:
-    two, three = Standing(1, 2, 0), Standing(2, 3, 0, newcomers=1)
+    two, three = SessionValues(1, 2, 0), SessionValues(2, 3, 0, newcomers=1)
     assert changes(two, three, step=5, last=None) == [
         (EventKind.JOIN, "1 rank(s) joined"),
         (EventKind.GENERATION, "generation 2: 3 ranks, previously 2"),
     ]
-    assert changes(three, Standing(3, 3, 1, newcomers=1), step=4, last=6) == [
+    assert changes(three, SessionValues(3, 3, 1, newcomers=1), step=4, last=6) == [
         (EventKind.RETURN, "steps 4 to 6 are repeated"),
         (EventKind.FAULT, "a fault aborted 1 step(s), which were repeated"),
         (EventKind.JOIN, "1 rank(s) joined"),

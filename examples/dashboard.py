@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import shoal
 
-parser = argparse.ArgumentParser(description="Tells what goes on in a job.")
+parser = argparse.ArgumentParser(description="Shows the events and the progress of a job.")
 parser.add_argument("job", help="as `shoal jobs` shows it")
 parser.add_argument(
     "--coordinator", help="HOST:PORT of a shared one; else the job is one of this machine"
@@ -38,7 +38,7 @@ async def print_progress(client: shoal.AsyncClient) -> None:
             job = await client.job(options.job)
             speed = sum(member.samples_per_s for member in job.members)
             losses = [member.loss for member in job.members if member.loss is not None]
-            loss = f"{sum(losses) / len(losses):.4g}" if losses else "not told"
+            loss = f"{sum(losses) / len(losses):.4g}" if losses else "not reported"
             step = max((member.step for member in job.members), default=0)
             print(
                 f"{job.phase}: {job.world_size} ranks at step {step}, {speed:,.0f} samples/s, loss "

@@ -264,8 +264,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """Tells the connected servers of a drained place to exit. Once none is alive, removes the
-    place; a server that reconnects later is told to exit then."""
+    """Asks the connected servers of a drained place to exit. Once none is alive, removes the
+    place; a server that reconnects later is asked to exit then."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:

@@ -142,6 +142,11 @@ BENCHMARKS: Final = (
         module="benchmarks.planned",
     ),
     Benchmark(
+        key="t19",
+        title="A checkpoint while training continues: pause, write, load, upload",
+        module="benchmarks.checkpoint_pause",
+    ),
+    Benchmark(
         key="t20",
         title="SIGKILL of 1 worker to a step at full strength",
         module="benchmarks.replacement",

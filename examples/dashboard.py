@@ -11,13 +11,11 @@ from contextlib import suppress
 import shoal
 
 parser = argparse.ArgumentParser(description="Shows the events and the progress of a job.")
-parser.add_argument("job", help="as `shoal jobs` shows it")
+parser.add_argument("job", help="name of the job, as listed by `shoal jobs`")
 parser.add_argument(
-    "--coordinator", help="HOST:PORT of a shared one; else the job is one of this machine"
+    "--coordinator", help="HOST:PORT of a shared coordinator; default: this machine's jobs"
 )
-parser.add_argument(
-    "--every", type=float, default=2.0, help="seconds between two lines of progress"
-)
+parser.add_argument("--every", type=float, default=2.0, help="seconds between lines of progress")
 options = parser.parse_args()
 
 

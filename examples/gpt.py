@@ -121,22 +121,22 @@ def parse(arguments):
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the strategy, the value in JSON",
+        help="option of the strategy, with its value in JSON",
     )
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument(
         "--batch",
         type=int,
         default=16,
-        help="windows in a step over all ranks; with async_sgd, in a push",
+        help="windows per step over all ranks; with async_sgd, per push",
     )
-    parser.add_argument("--length", type=int, default=128, help="bytes in a window")
+    parser.add_argument("--length", type=int, default=128, help="bytes per window")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--checkpoints", help="a directory to go on from, and to save to")
+    parser.add_argument("--checkpoints", help="directory of checkpoints; resumes from the newest")
     parser.add_argument(
-        "--write", type=int, default=0, metavar="N", help="bytes to write at the end"
+        "--write", type=int, default=0, metavar="N", help="number of bytes to generate at the end"
     )
     return parser.parse_args(arguments)
 

@@ -153,20 +153,23 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--strategy", choices=["ddp", "async_sgd"], default="ddp")
-    parser.add_argument("--users", type=int, default=500, help="how many ids of users there are")
-    parser.add_argument("--items", type=int, default=300, help="how many ids of items there are")
+    parser.add_argument("--users", type=int, default=500, help="number of user ids")
+    parser.add_argument("--items", type=int, default=300, help="number of item ids")
     parser.add_argument(
-        "--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch"
+        "--samples",
+        type=int,
+        default=100_000,
+        help="size of the log; each epoch trains on all of it",
     )
     parser.add_argument(
         "--batch-size",
         type=int,
         default=250,
-        help="samples of a step; with async_sgd, of a worker's step",
+        help="samples per step; with async_sgd, per step of one worker",
     )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument(
         "--checkpoints",
-        help="a directory: one is written there after each epoch, and the newest is gone on from",
+        help="directory of checkpoints, one per epoch; resumes from the newest",
     )
     train(parser.parse_args())

@@ -15,10 +15,10 @@ import shoal
 parser = argparse.ArgumentParser(
     description="Runs jobs one after another, and one that fails again."
 )
-parser.add_argument("jobs", nargs="+", help="each a script with its arguments, in quotes")
-parser.add_argument("--workers", type=int, default=1, help="of each job")
-parser.add_argument("--attempts", type=int, default=3, help="of each job at most")
-parser.add_argument("--hours", type=float, default=24.0, help="that one attempt may take")
+parser.add_argument("jobs", nargs="+", help="scripts with their arguments, each in quotes")
+parser.add_argument("--workers", type=int, default=1, help="workers per job")
+parser.add_argument("--attempts", type=int, default=3, help="maximum number of attempts per job")
+parser.add_argument("--hours", type=float, default=24.0, help="time limit of one attempt")
 options = parser.parse_args()
 
 

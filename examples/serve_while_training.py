@@ -104,10 +104,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--serve",
         metavar="COORDINATOR",
-        help="serve what is trained there (host:port), instead of training",
+        help="HOST:PORT of a coordinator; serves the model of --job instead of training",
     )
-    parser.add_argument("--job", help="whose model is served")
-    parser.add_argument("--port", type=int, default=0, help="of the answers; 0: any free one")
+    parser.add_argument("--job", help="job whose model is served")
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of the HTTP server; 0: any free port"
+    )
     parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args()
     if options.serve and not options.job:

@@ -83,13 +83,13 @@ def main() -> None:
         "--num-workers",
         type=int,
         default=0,
-        help="processes of each worker that read its shards ahead",
+        help="data-loading processes per worker",
     )
     options.add_argument(
         "--pause",
         type=float,
         default=0.0,
-        help="seconds between two steps, to have time to kill a worker",
+        help="seconds between steps, which leaves time to kill a worker",
     )
     given = options.parse_args()
 

@@ -1,13 +1,12 @@
-// A client of Shoal's coordinator in another language: it makes a job, is its one member, and reads
-// what has happened.
+// A client of Shoal's coordinator in JavaScript: it creates a job, joins it as its only member, and
+// reads the job's events.
 //
 //     npm ci
 //     node client.js HOST:PORT ../../protos
 //
-// Nothing here is written for Shoal: methods and messages come from the .proto files, which say
-// what each of them does. Where the cluster has tokens, SHOAL_TOKEN is sent with each call. A
-// member may be written so in any language that has gRPC; what ranks then do together is their own
-// business.
+// Methods and messages come from the .proto files, which document them. If the cluster uses tokens,
+// SHOAL_TOKEN is sent with each call. Members can be written in this way in any language that has
+// gRPC. How their ranks communicate is up to them.
 
 const { parseArgs } = require("node:util");
 const grpc = require("@grpc/grpc-js");
@@ -34,7 +33,7 @@ const coordinator = new shoal.Coordinator(address, grpc.credentials.createInsecu
 const metadata = new grpc.Metadata();
 if (process.env.SHOAL_TOKEN) metadata.set("authorization", `Bearer ${process.env.SHOAL_TOKEN}`);
 
-// A refusal carries a google.rpc.Status, and in it an ErrorInfo whose reason programs can go by.
+// Errors contain a google.rpc.Status with an ErrorInfo, whose reason is meant for programs.
 const Any = new protobuf.Type("Any").add(new protobuf.Field("type_url", 1, "string")).add(new protobuf.Field("value", 2, "bytes"));
 const Status = new protobuf.Type("Status").add(new protobuf.Field("details", 3, "Any", "repeated")).add(Any);
 const ErrorInfo = new protobuf.Type("ErrorInfo").add(new protobuf.Field("reason", 1, "string"));

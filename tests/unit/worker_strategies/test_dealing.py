@@ -66,7 +66,9 @@ def train(
     for _ in loader.epochs(epochs):
         seen.append(Counter())
         for batch in loader:
-            numbers = batch[0] if isinstance(batch, list) else batch
+            numbers = batch
+            if isinstance(batch, list | dict):
+                numbers = batch[0] if isinstance(batch, list) else batch["x"]
             optimizer.zero_grad()
             loss = functional.mse_loss(
                 model(numbers.float().view(-1, 1)), torch.zeros(len(numbers), 1)
@@ -106,6 +108,25 @@ def test_a_sampler_with_its_own_generator_draws_alike_on_all_ranks_and_anew_in_e
     assert one[0] != one[1]
 
 
+def rows(number: int, *, folder: str = "", error: float = 0.0) -> Any:
+    """Returns a Hugging Face dataset."""
+    from datasets import Dataset  # takes seconds to import
+
+    return Dataset.from_dict(
+        {
+            "file": [f"{folder}/{each}.txt" for each in range(number)],
+            "tokens": [[each, each + 1] for each in range(number)],
+            "x": [each / 7 + error for each in range(number)],
+        }
+    ).with_format("torch", columns=["x"])
+
+
+def split_by_node(dataset: Any) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(dataset, shoal.rank(), 2)
+
+
 def unequal(kind: str) -> shoal.ElasticDataLoader:
     """Returns a loader that differs between ranks in the way named by `kind`."""
     drawn = random.Random(shoal.rank())
@@ -123,6 +144,8 @@ def unequal(kind: str) -> shoal.ElasticDataLoader:
         "other labels": lambda: (TensorDataset(EVERY_NUMBER.float(), labels), {}),
         "another length": lambda: (Subset(Numbers(), range(SAMPLES - shoal.rank())), {}),
         "another seed": lambda: (Numbers(), {"seed": shoal.rank()}),
+        "rows split by node": lambda: (split_by_node(rows(2 * SAMPLES)), {}),
+        "rows in another order": lambda: (rows(SAMPLES).shuffle(seed=shoal.rank()), {}),
     }
     dataset, options = made[kind]()
     return shoal.ElasticDataLoader(dataset, global_batch_size=16, **options)
@@ -135,6 +158,8 @@ DIFFERENCES = {
     "other labels": "the dataset's samples",
     "another length": "length of the dataset: rank 0 has 160, rank 1 has 159",
     "another seed": "seed: rank 0 has 0, rank 1 has 1",
+    "rows split by node": "the dataset's samples",
+    "rows in another order": "the dataset's samples",
 }
 
 
@@ -190,6 +215,20 @@ def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() 
         train(
             lambda: shoal.ElasticDataLoader(
                 TensorDataset(features * (1 + 1e-7 * shoal.rank())), global_batch_size=16
+            ),
+            epochs=1,
+        )
+
+    shoal.launch(rank, world_size=2)
+
+
+def test_rows_may_differ_in_folders_and_in_the_last_digits_of_floating_point_numbers() -> None:
+    def rank() -> None:
+        shoal.init()
+        train(
+            lambda: shoal.ElasticDataLoader(
+                rows(SAMPLES, folder=f"/machine-{shoal.rank()}", error=1e-7 * shoal.rank()),
+                global_batch_size=16,
             ),
             epochs=1,
         )

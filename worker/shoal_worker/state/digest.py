@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -236,6 +237,10 @@ of the step, a digest of them, and whether the stream ends there."""
 
 _ROWS: Final = 1 << 16
 """Maximum number of rows of a tensor, evenly spaced, that are included in a dataset's digest."""
+_STORED_ROWS: Final = 8
+"""The same for a Hugging Face dataset, whose rows may be large and are read from a file."""
+_STORED_ITEMS: Final = 256
+"""Maximum number of items of a list in such a row that are included."""
 
 
 def identity_of(dataset: Any) -> str:
@@ -244,10 +249,11 @@ def identity_of(dataset: Any) -> str:
 
     Ranks compare these digests, because each rank creates its dataset itself: without a seed, for
     example, `random_split` gives each rank different samples. The digest contains only properties
-    that are available without fetching a sample: the length, the samples of a subset, and the
-    integers (labels, tokens) of a `TensorDataset`. Floating-point numbers are omitted, because
-    machines round them differently. The samples of all other datasets are omitted too, because
-    creating them may be slow, or possible only in data workers.
+    that are available without fetching a sample: the length, the samples of a subset, the integers
+    (labels, tokens) of a `TensorDataset`, and some stored rows of a Hugging Face dataset.
+    Floating-point numbers are omitted, because machines round them differently. The samples of all
+    other datasets are omitted too, because creating them may be slow, or possible only in data
+    workers.
     """
     return xxhash.xxh3_64_hexdigest(repr(_describe(dataset)).encode())
 
@@ -259,6 +265,9 @@ def _describe(dataset: Any) -> object:
         return "concat", [_describe(part) for part in dataset.datasets]
     if type(dataset) is TensorDataset:
         return "tensors", [_describe_tensor(tensor) for tensor in dataset.tensors]
+    hugging_face = sys.modules.get("datasets")
+    if hugging_face is not None and isinstance(dataset, hugging_face.Dataset):
+        return "rows", len(dataset), _digest_of_rows(dataset)
     return len(dataset)
 
 
@@ -268,6 +277,30 @@ def _digest_of_indices(indices: Sequence[int]) -> str:
     except (TypeError, ValueError, OverflowError):
         # for example keys of a mapping, which Subset also accepts
         return str(len(indices))
+
+
+def _digest_of_rows(dataset: Any) -> str:
+    """Returns a digest of some rows of a Hugging Face dataset, evenly spaced, as they are stored:
+    no format or transform is applied to them."""
+    if not len(dataset):
+        return ""
+    numbers = np.linspace(0, len(dataset) - 1, num=min(_STORED_ROWS, len(dataset)), dtype=int)
+    rows = dataset.with_format("arrow")[numbers.tolist()].to_pylist()
+    return xxhash.xxh3_64_hexdigest(repr(_without_floats(rows)).encode())
+
+
+def _without_floats(value: Any) -> object:
+    """Returns a stored value without its floating-point numbers, and without the folders of paths,
+    which may differ between machines."""
+    if isinstance(value, str):
+        return value.rpartition("/")[2]
+    if isinstance(value, bytes):
+        return xxhash.xxh3_64_hexdigest(value)
+    if isinstance(value, list):
+        return len(value), [_without_floats(each) for each in value[:_STORED_ITEMS]]
+    if isinstance(value, dict):
+        return {name: _without_floats(each) for name, each in value.items()}
+    return value if value is None or isinstance(value, int) else type(value).__name__
 
 
 def _describe_tensor(tensor: torch.Tensor) -> object:

@@ -36,7 +36,8 @@ _REMEDIES: Final = {
     "items. Do not split it by rank or worker (split_dataset_by_node, split_by_node), and "
     "seed its shuffling in set_epoch(epoch)",
     SAMPLES: "each rank creates its own dataset, so pass a generator with the same seed on every "
-    "rank to random_split and to other functions that draw samples, and sort directory listings",
+    "rank to random_split and to other functions that draw samples, sort directory listings, and "
+    "do not split the dataset by rank (split_dataset_by_node, .shard)",
 }
 
 

@@ -174,8 +174,9 @@ verify-imports: .venv/installed
 	$(BIN)/lint-imports --no-logo
 
 .PHONY: verify-text
-verify-text:
+verify-text: .venv/installed
 	@if git grep -nwIE 'TO[D]O|FIX[M]E|XX[X]'; then echo "Committed text is finished text: open an issue instead of the marks above"; exit 1; fi
+	$(BIN)/python -m pytest --quiet tests/unit/tooling/test_docstrings.py tests/unit/tooling/test_prose.py
 
 .PHONY: verify-deployment
 verify-deployment: .venv/installed

@@ -38,18 +38,18 @@ def pin(compose: Mapping[str, Any], base: str, digest_of: Callable[[str], str]) 
     return {"services": services}
 
 
-def by_digest(image: str, told: str) -> str:
-    """Returns the image's name with its digest. `told`: the RepoDigests in the output of
+def by_digest(image: str, digests: str) -> str:
+    """Returns the image's name with its digest. `digests`: the RepoDigests in the output of
     `image inspect`. Raises PinError if none of them belongs to the image's repository."""
     repository = image.rpartition(":")[0] or image
     found = [
         each
-        for each in json.loads(told) or []
+        for each in json.loads(digests) or []
         if f"/{each}".partition("@")[0].endswith(f"/{repository}")
     ]
     if not found:
         raise PinError(
-            f"{image} has the digests {told.strip()}, and none of them is of {repository}: pull it "
+            f"{image} has the digests {digests.strip()}, and none is of {repository}: pull it "
             "from its registry"
         )
     return str(found[0])
@@ -61,7 +61,7 @@ def pull(engine: str, image: str) -> str:
         subprocess.run(
             [engine, "pull", "--quiet", image], check=True, capture_output=True, text=True
         )
-        told = subprocess.run(
+        digests = subprocess.run(
             [engine, "image", "inspect", "--format", "{{json .RepoDigests}}", image],
             check=True,
             capture_output=True,
@@ -73,7 +73,7 @@ def pull(engine: str, image: str) -> str:
         ) from error
     except subprocess.CalledProcessError as error:
         raise PinError(f"{engine} cannot pull {image}: {error.stderr.strip()}") from error
-    return by_digest(image, told.stdout)
+    return by_digest(image, digests.stdout)
 
 
 def main(engine: str) -> int:

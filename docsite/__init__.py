@@ -1,6 +1,5 @@
-"""Makes docs/ a site (`make docs`): reference pages that are written from the code, and what MkDocs
-is told beside mkdocs.yml.
+"""Makes docs/ a site (`make docs`): generates reference pages from the code, and extends MkDocs.
 
-`commands` and `environment` write pages of docs/reference, `diagrams` draws what Markdown pages
-have as Mermaid; these run where Shoal is installed (`python -m docsite`). `hooks` runs in MkDocs.
+`commands` and `environment` write pages of docs/reference, and `diagrams` draws the Mermaid blocks
+of the pages; these run where Shoal is installed (`python -m docsite`). `hooks` runs in MkDocs.
 """

@@ -49,22 +49,22 @@ def _command(name: str, command: Any, context: typer.Context) -> Iterator[str]:
 
 
 def _row(parameter: Any) -> tuple[str, str, str]:
-    told = _sentence(parameter.help or "")
+    help_text = _sentence(parameter.help or "")
     if parameter.param_type_name == "argument":
-        return f"`{_value(parameter)}`", told, ""
+        return f"`{_value(parameter)}`", help_text, ""
     names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     flag = isinstance(parameter.default, bool)
     if (
         parameter.show_default is not False
         and not flag
         and parameter.default not in (None, "")
-        and "Default:" not in told
+        and "Default:" not in help_text
     ):
-        told += f" Default: `{parameter.default}`."
+        help_text += f" Default: `{parameter.default}`."
     variables = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []
     return (
         names if flag else f"{names} `{_value(parameter)}`",
-        told,
+        help_text,
         ", ".join(f"`{name}`" for name in variables),
     )
 

@@ -10,18 +10,15 @@ from a checkpoint:
 
 1. **Reduce.** An all-reduce sums the gradients. A worker that has the sum is *prepared*: it could
    apply the step without any further message.
-2. **Commit.** A second, tiny all-reduce follows. Its result tells a worker that all workers are
-   prepared. From here on the step is *committed*: it will be applied, no matter what fails next.
+2. **Commit.** A second, tiny all-reduce follows. A worker that receives its result knows what the
+   sum alone does not show: all workers are prepared, and nobody needs a dead worker any more. The
+   step is now *committed*: it will be applied, no matter what fails next.
 3. **Recover.** A worker whose all-reduce failed does not know what the others saw: it is *in
    doubt*. The survivors form the next *generation*, a new group, and exchange their statuses. If
    one of them saw the commit, the workers in doubt apply the sum that they have received. If none
    did, the step is *aborted*: no worker has applied it, and the survivors repeat it with the same
    samples.
 4. **Answer.** `take_step()` returns only then, so all survivors get the same answers in order.
-
-A single all-reduce is not enough: a worker that has the sum would not know whether the others have
-it too. A worker that receives the result of the second one knows that no worker needs the dead
-worker any more.
 
 A new worker receives the state at a *step boundary*, where no step is in progress. The commit
 all-reduce also sums the *step vote*: whether any worker has noticed that a new worker is waiting.
@@ -120,9 +117,8 @@ class Coordinator:
         self._changed = threading.Condition()
 
     def rendezvous(self, name: str, *, admits: bool) -> Group:
-        """Waits until all living members have called this, and returns the group of the next
-        generation. `admits`: True if this worker is at a step boundary, where new workers may
-        join."""
+        """Waits until all living members have called this, and returns the next generation's group.
+        `admits`: True if this worker is at a step boundary, where new workers may join."""
         with self._changed:
             before = self.group
             self._arrived[name] = admits
@@ -194,8 +190,7 @@ class Worker:
             self.coordinator.bury(self.name)
 
     def take_step(self) -> str:
-        """Trains on one batch together with the others. Returns the same outcome on every worker
-        that survives the step."""
+        """Trains on one batch with the others. All survivors return the same outcome."""
         step, votes = self.state.steps + 1, False
         rank, world_size = self.group.members.index(self.name), len(self.group.members)
         mine = batch_of(step)[rank::world_size]
@@ -254,9 +249,8 @@ def gradient(weight: float, sample: int) -> float:
 
 
 def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
-    """Returns the state after one step of gradient descent. The order of summation does not depend
-    on which worker computed which gradient, so the result has the same bits for any number of
-    workers."""
+    """Returns the state after one step of gradient descent. The order of the samples fixes the
+    order of summation, so the result has the same bits for any number of workers."""
     gradients = {sample: value for part in everyones for sample, value in part.items()}
     total = sum(gradients[sample] for sample in sorted(gradients))
     return State(state.weight - 0.5 * total / len(gradients), state.steps + 1)
@@ -265,9 +259,8 @@ def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
 def train(
     names: str, steps: int, faults: Iterable[Fault] = (), joiner: tuple[str, int] | None = None
 ) -> dict[str, Worker]:
-    """Trains to the end, and returns all workers, including dead ones. `names`: one letter for each
-    worker. `joiner`: name of a new worker, and the number of steps of the first worker after which
-    it starts."""
+    """Trains to the end, and returns all workers, including dead ones. `names`: a letter for each.
+    `joiner`: name of a new worker, and the steps of the first worker after which it starts."""
     coordinator = Coordinator(names, faults)
     workers = {name: Worker(name, coordinator, steps) for name in names}
     threads = [threading.Thread(target=worker.run) for worker in workers.values()]

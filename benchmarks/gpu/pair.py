@@ -117,7 +117,7 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
         )
         rows.append(context.measured("pair", row.name, lambda row=row: row))
     if stuck or not rows:
-        why = f"rank 0 did not end within {limit_s:g} s" if stuck else "rank 0 told nothing"
+        why = f"rank 0 did not end within {limit_s:g} s" if stuck else "rank 0 reported nothing"
         row = Row(
             name=f"{mode}: the pair",
             command=f"{COMMAND} pair",

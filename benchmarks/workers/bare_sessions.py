@@ -58,12 +58,12 @@ class Sessions:
             if said == 2:
                 self._ready += 1
                 if self._ready == self._members:
-                    self._tell()
+                    self._announce()
             elif message == GOODBYE:
                 self._boxes.pop(id(box))
-                self._tell()
+                self._announce()
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._number += 1
         generation = pb.Generation(
             number=self._number, nonce="0" * 32, world_size=self._ready, table_digest=bytes(16)

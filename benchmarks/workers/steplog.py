@@ -42,10 +42,10 @@ class StepLog:
         gate: Path | None,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """`settle` returns once a device has done all that it was told: before each commit that is
-        noted, or with a gate before a block's time begins and ends, so that a device that is behind
-        counts, and does not stand still within a block. Raises OSError if the directory or the gate
-        is not there."""
+        """`settle`: returns once a device has done all its work. Called before each commit that is
+        recorded, or with a gate before a block's time begins and ends, so that the work of a slow
+        device counts and the device does not idle within a block. Raises OSError if the directory
+        or the gate does not exist."""
         self._file = os.open(
             directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )

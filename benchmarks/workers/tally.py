@@ -50,8 +50,8 @@ class Account:
 def account(
     tally: Sequence[Sequence[float]], acknowledged: Sequence[int], versions: Sequence[int]
 ) -> Account:
-    """Compares what the servers have applied with what the workers were told, at the end of a run,
-    when nothing is under way.
+    """Compares what the servers have applied with the responses that the workers received, at the
+    end of a run, when nothing is under way.
 
     Args:
         tally: the tally's values, a row for each worker; zeros at its end may be left out.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-PUT_OUT: Final = 75
+EVICTED: Final = 75
 """The process ended before the job was finished, because of an event outside the script; a restart
 continues the job.
 

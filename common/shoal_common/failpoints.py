@@ -19,14 +19,14 @@ Workers:
                                 waited for any of them
     reduction.completed         the step's gradients are summed, but the step is not prepared on
                                 this rank
-    sharded.sealed              this rank has sent its part of the summed gradients to its mirror
+    sharded.prepared            this rank has sent its part of the summed gradients to its mirror
                                 holder
-    step.closed                 the commit all-reduce has returned, but this rank has not read the
+    step.summed                 the commit all-reduce has returned, but this rank has not read the
                                 result
     several_models.updated      one of several models is updated, but its step may still be aborted
-    several_models.sealed       all models that step have been updated or are about to be updated,
+    several_models.prepared     all models that step have been updated or are about to be updated,
                                 but this rank has not contributed to the commit all-reduce
-    several_models.closed       the commit all-reduce has returned, but this rank has not read the
+    several_models.summed       the commit all-reduce has returned, but this rank has not read the
                                 result
     mesh.dividing               this rank has gathered its parts and is about to connect the groups
                                 along the axes
@@ -38,7 +38,7 @@ Workers:
     session.before_reconcile    the generation's group is connected
     session.in_operation        an operation between steps is about to start on its channel
     session.after_operation     the result of an operation is stored
-    session.at_border           the members have met at a step boundary where joiners are waiting
+    session.at_boundary         the members have met at a step boundary where joiners are waiting
     checkpoint.shard_written    this rank's shard of a checkpoint is on disk, but the note that
                                 reports it is not
     checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object storage
@@ -48,7 +48,7 @@ Workers:
     rows.put                    a server has replaced a bucket with its contents in a checkpoint;
                                 other buckets may still be unchanged
     transfer.before_serving     a donor has received a request, but has not sent anything
-    transfer.before_taking      a receiver has not sent its request yet
+    transfer.before_request     a receiver has not sent its request yet
     exchange.server_answered    one parameter server has acknowledged the push; others may not have
                                 it yet
     exchange.done               all servers have acknowledged the push, but this worker has not

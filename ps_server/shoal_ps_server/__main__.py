@@ -54,7 +54,7 @@ async def _serve(settings: PsServerSettings) -> None:
     import torch
 
     from shoal_ps_server.serving import serve
-    from shoal_ps_server.shard.runs import warm_up
+    from shoal_ps_server.shard.run_optimizer import warm_up
 
     torch.set_num_threads(settings.threads)
     warm_up()

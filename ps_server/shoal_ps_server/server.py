@@ -36,14 +36,15 @@ from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.giving import Giver
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.replication.taking import Receiver
+from shoal_ps_server.replication.transfer_sink import TransferSink
+from shoal_ps_server.replication.transfer_source import TransferSource
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.descriptors import BulkShare
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
+from shoal_ps_server.service.primary_place import PrimaryPlace
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.servicer import (
@@ -53,7 +54,6 @@ from shoal_ps_server.service.servicer import (
     ParameterServerServicer,
 )
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
@@ -73,8 +73,8 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
-from shoal_ps_server.storage.keeper import SnapshotKeeper
 from shoal_ps_server.storage.recovery import Recovered
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class ParameterServer:
             metrics=self._metrics,
             noted=recovered.backup,
         )
-        self._standing = Standing(
+        self._primary_place = PrimaryPlace(
             job_id=settings.job,
             recovered=recovered,
             has_journal=directory is not None,
@@ -140,7 +140,7 @@ class ParameterServer:
         )
         transfers = Transfers(
             job_id=settings.job,
-            check_place=self._standing.check,
+            check_place=self._primary_place.check,
             layouts=self._layouts,
             intake=Intake(
                 job_id=settings.job,
@@ -154,7 +154,7 @@ class ParameterServer:
             pulls=self._pulls,
             metrics=self._metrics,
         )
-        self._giver = Giver(
+        self._giver = TransferSource(
             shard=self._shard,
             moves=self._moves,
             changes=self._changes,
@@ -198,8 +198,8 @@ class ParameterServer:
             receiver=self._receiver,
             changes=self._changes,
             backup=self._backup,
-            with_backups=lambda: self._standing.with_backups,
-            check_place=self._standing.check,
+            with_backups=lambda: self._primary_place.with_backups,
+            check_place=self._primary_place.check,
             metrics=self._metrics,
             configuration=recovered.configuration,
         )
@@ -256,13 +256,13 @@ class ParameterServer:
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
-            if self._standing.replaced.is_set():
+            if self._primary_place.replaced.is_set():
                 self._changes.give_up(
                     UnavailableError(
                         "another server took this server's place", reason="PLACE_UNKNOWN"
                     )
                 )
-        return self._standing.replaced.is_set()
+        return self._primary_place.replaced.is_set()
 
     def _unhealthy(self) -> str | None:
         """Returns the reason why the server is unhealthy; None if it is healthy. Called on threads
@@ -303,7 +303,7 @@ class ParameterServer:
         if self._broken.done():
             # a snapshot would lack the change, and would delete the journal that contains it
             self._broken.result()
-        if self._standing.replaced.is_set() or self._changes.is_broken:
+        if self._primary_place.replaced.is_set() or self._changes.is_broken:
             # another server has this state, or the journal contains more than a snapshot would
             await self._snapshots.idle()
         else:
@@ -327,12 +327,12 @@ class ParameterServer:
         """Returns facts about the job that the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
-            server_index=self._standing.held_index,
+            server_index=self._primary_place.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """Records the assigned place, and the run of the opened session."""
-        self._standing.welcomed(server_index, with_backups=with_backups)
+        self._primary_place.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
@@ -373,7 +373,7 @@ class ParameterServer:
 
     def placed(self, place: Place) -> None:
         """Adopts the place assigned by the coordinator."""
-        self._standing.placed(place)
+        self._primary_place.placed(place)
 
     def settled(self, move: int, epoch: int) -> None:
         """Records the coordinator's decision on all moves up to `move`."""
@@ -423,8 +423,8 @@ class ParameterServer:
                 move, receiver=receiver, reason=reason, giver_failed=giver_failed
             )
 
-    def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
-        return Receiver(
+    def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> TransferSink:
+        return TransferSink(
             job_id=self._settings.job,
             shard=self._shard,
             moves=self._moves,
@@ -455,7 +455,7 @@ class ParameterServer:
             if self._moves.taken is None
             else self._moves.taken.images.keys() & layout.partitions.keys()
         )
-        members = self._membership.fence.members | self._membership.fence.put_out.keys()
+        members = self._membership.fence.members | self._membership.fence.evicted.keys()
         self._moves.adopt(layout, before=before, members=members)
         self._layouts.becomes(layout)
         logger.info(
@@ -521,7 +521,7 @@ class ParameterServer:
         snapshots = asyncio.create_task(
             self._snapshots.periodically(self._settings.snapshot_interval)
         )
-        replaced = asyncio.create_task(self._standing.replaced.wait())
+        replaced = asyncio.create_task(self._primary_place.replaced.wait())
         moving = asyncio.create_task(self._mover.run())
         tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced, moving]
         ends: list[asyncio.Future[Any]] = [*tasks, self._broken]
@@ -529,7 +529,7 @@ class ParameterServer:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            if not self._standing.replaced.is_set():
+            if not self._primary_place.replaced.is_set():
                 reason = f"the job is over: {held.result()}" if held in done else "asked to"
                 logger.info("stopping", extra={"reason": reason})
         finally:

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from shoal_worker.backends.mpi.backend import MPIBackend
     from shoal_worker.backends.nccl.backend import NCCLBackend
     from shoal_worker.compression.base import GradientCompressor
-    from shoal_worker.compression.optimizer import GradientCompressionOptimizer
+    from shoal_worker.compression.compressing_optimizer import GradientCompressionOptimizer
     from shoal_worker.launch import launch
     from shoal_worker.planning.plan import Plan, PlannedStrategy
     from shoal_worker.planning.planner import plan
@@ -225,7 +225,7 @@ _HOMES = {
     "FSDPModel": "shoal_worker.strategies.sharded",
     "FSDPOptimizer": "shoal_worker.strategies.sharded",
     "GlooBackend": "shoal_worker.backends.gloo.backend",
-    "GradientCompressionOptimizer": "shoal_worker.compression.optimizer",
+    "GradientCompressionOptimizer": "shoal_worker.compression.compressing_optimizer",
     "GradientCompressor": "shoal_worker.compression.base",
     "HSDPModel": "shoal_worker.strategies.sharded",
     "HSDPOptimizer": "shoal_worker.strategies.sharded",

@@ -96,7 +96,7 @@ class ShoalRendezvous(RendezvousHandler):
         self._launcher_id = uuid.uuid4().hex
         self._session: NodeSession | None = None
         self._placed: tuple[str, ...] = ()
-        """Value of `Standing.starts` when the workers were last started."""
+        """Value of `NodeStatus.starts` when the workers were last started."""
         self._changed = threading.Condition()
 
     def get_backend(self) -> str:
@@ -128,11 +128,11 @@ class ShoalRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Returns a number above 0 if agents have joined or left; torchrun then restarts all
         workers."""
-        standing = self._session.standing if self._session is not None else None
+        node_status = self._session.node_status if self._session is not None else None
         return int(
-            standing is not None
-            and standing.placement is not None
-            and standing.starts != self._placed
+            node_status is not None
+            and node_status.placement is not None
+            and node_status.starts != self._placed
         )
 
     def is_closed(self) -> bool:
@@ -203,18 +203,18 @@ class ShoalRendezvous(RendezvousHandler):
         while True:
             session = self._session
             assert session is not None, "joined before"
-            standing = session.standing
+            node_status = session.node_status
             if session.stopped is not None or session.is_closed:
                 raise RendezvousClosedError(
                     f"run {self._parameters.run_id} is over: {session.stopped or session.error}"
                 )
             if session.error is not None:
                 raise RendezvousConnectionError(str(session.error)) from session.error
-            if standing.placement is not None and standing.starts != self._placed:
-                self._placed = standing.starts
-                session.works_in = standing.generation
-                return standing.placement
-            if standing.placement is not None:
+            if node_status.placement is not None and node_status.starts != self._placed:
+                self._placed = node_status.starts
+                session.works_in = node_status.generation
+                return node_status.placement
+            if node_status.placement is not None:
                 # Workers of this agent failed, but its place is unchanged. To make the other agents
                 # restart their workers too, this agent joins as a new member.
                 session.leave(pb.Leave.REASON_FAILED, "its workers are being restarted")
@@ -225,6 +225,6 @@ class ShoalRendezvous(RendezvousHandler):
                     raise RendezvousTimeoutError(
                         f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did "
                         f"not all join within {self._join_timeout_s:g} s "
-                        f"({standing.why or 'no place'})"
+                        f"({node_status.why or 'no place'})"
                     )
                 self._changed.wait(_RETRY_S)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.backends.process_end import end_now
 from torch import nn
 
@@ -46,7 +46,7 @@ def access_illegally(device: torch.device) -> None:
     error.
     """
     if device.type == "cpu":
-        end_now(PUT_OUT, "rehearsal of a device that has failed")
+        end_now(EVICTED, "rehearsal of a device that has failed")
     torch.cuda.jiterator._create_jit_fn(_KERNEL)(torch.ones(8, device=device))
 
 

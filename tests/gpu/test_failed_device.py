@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from tests.gpu import training
 from tests.gpu.devices import is_there, lease_ms, places, sharing
@@ -25,7 +25,7 @@ _ERROR = 1
     ("kind", "backend", "fault", "status"),
     [
         pytest.param(*case.values, fault, status, id=f"{case.id}-{fault}", marks=case.marks)
-        for fault, status in (("illegal_access", PUT_OUT), ("out_of_memory", _ERROR))
+        for fault, status in (("illegal_access", EVICTED), ("out_of_memory", _ERROR))
         for case in places(quick=True)
         if fault == "out_of_memory" or case.id != "cuda"  # over Gloo the error is the script's
     ],

@@ -251,7 +251,7 @@ def test_activations_of_64_mib_go_through_a_pipeline(
     """A 1F1B pipeline with activations of 64 MiB trains as a single stage does. A micro-batch of 4
     samples has 2048 rows of 1024 float64 numbers."""
     rows = "2048" if place.kind == "cuda" else "16"
-    told = []
+    received = []
     for stages in (1, place.workers):
         directory = tmp_path / str(stages)
         directory.mkdir()
@@ -270,8 +270,8 @@ def test_activations_of_64_mib_go_through_a_pipeline(
         ) as running:
             for index in range(stages):
                 running.start(index)
-            told.append(running.finish(*range(stages)))
-    (alone,), together = told
+            received.append(running.finish(*range(stages)))
+    (alone,), together = received
     assert alone["finite"]
     for result in together:
         assert result["checked"] == pytest.approx(alone["checked"], rel=1e-9)

@@ -174,7 +174,7 @@ class Campaign:
         verdict.counts = counts(history) | {
             "snapshots": self._snapshots,
             "processes started again": faults.restarts,
-            "members evicted": faults.put_out,
+            "members evicted": faults.evicted,
             "servers drained": faults.drained,
         }
         return verdict

@@ -96,12 +96,12 @@ def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
                             ),
                             "nobody",
                         )
-                        told = [
+                        received = [
                             other
                             for other in lines[:number]
                             if other["kind"] == "finished" and other["member"] == slow
                         ]
-                        yield Violation(what, [*told[-1:], line])
+                        yield Violation(what, [*received[-1:], line])
             slowest = min(
                 (each.clock for each in clocks.values() if not each.rests), default=slowest
             )

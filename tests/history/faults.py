@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Self
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from tests.history.agenda import Agenda
 from tests.history.cluster import LEASE_MS, MOST_SERVERS, Cluster
@@ -56,7 +56,7 @@ class Faults:
         self.done: Counter[str] = Counter()
         """Number of faults of each kind."""
         self.restarts = 0
-        self.put_out = 0
+        self.evicted = 0
         self.drained = 0
 
     def __enter__(self) -> Self:
@@ -96,8 +96,8 @@ class Faults:
         if child.status == -signal.SIGKILL and (target.doomed == "killed" or target.armed):
             if target.doomed != "killed":
                 self.done[f"{target.kind} killed at a failpoint"] += 1
-        elif target in self._cluster.workers and child.status == PUT_OUT:
-            self.put_out += 1
+        elif target in self._cluster.workers and child.status == EVICTED:
+            self.evicted += 1
         elif target.leaves and child.status == 0:
             self._cluster.servers.remove(target)
             self.drained += 1

@@ -498,16 +498,16 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
     class RecordingServer(ParameterServer):
         def placed(self, place: Place) -> None:
             super().placed(place)
-            told = {
-                "index": self._standing.server_index,
+            received = {
+                "index": self._primary_place.server_index,
                 "epoch": place.epoch,
                 "follows": place.follows,
             }
             recorder.write(
                 "placed",
-                **told,
+                **received,
                 span=self._shard.span,
-                serves=not place.follows and self._standing.is_known,
+                serves=not place.follows and self._primary_place.is_known,
             )
 
     return RecordingServer

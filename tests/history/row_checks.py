@@ -154,12 +154,12 @@ def rows_are_their_pushes(
         if not found and at_the_end is not None:
             ended = at_the_end.get(partition)
             if ended != (bucket.version, rows_digest(bucket.image())):
-                told = (
+                received = (
                     "in no snapshot" if ended is None else f"at version {ended[0]} in the snapshot"
                 )
                 yield Violation(
                     f"the rows of partition {partition}, which came to version {bucket.version}, "
-                    f"are others {told}"
+                    f"are others {received}"
                 )
 
 

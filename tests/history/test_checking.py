@@ -360,7 +360,7 @@ def test_a_version_that_no_change_led_to_is_found(right: Right) -> None:
     ]
 
 
-def test_what_a_primary_had_on_its_disk_alone_is_void_once_it_is_a_backup(right: Right) -> None:
+def test_what_a_primary_had_on_its_disk_alone_is_dropped_once_it_is_a_backup(right: Right) -> None:
     right.take_over()
     last = right.last("applied")
     right.server.remove(last)  # it was killed before it applied the change in its journal
@@ -415,7 +415,7 @@ def test_a_change_that_two_primaries_made_is_found(right: Right) -> None:
     ]
 
 
-def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versions(
+def test_a_primary_that_does_not_know_that_it_was_replaced_may_report_older_versions(
     right: Right,
 ) -> None:
     right.take_over()
@@ -430,7 +430,7 @@ def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versio
     ]
 
 
-def test_a_primary_that_knows_that_it_was_replaced_tells_nothing(right: Right) -> None:
+def test_a_primary_that_knows_that_it_was_replaced_reports_nothing(right: Right) -> None:
     right.take_over()
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.come_back(follows=True)
@@ -473,7 +473,7 @@ def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
     ]
 
 
-def test_an_older_version_that_was_asked_for_before_the_newer_one_was_told_is_right(
+def test_an_older_version_that_was_asked_for_before_the_newer_one_was_reported_is_right(
     right: Right,
 ) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])

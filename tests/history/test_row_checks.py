@@ -279,7 +279,7 @@ def test_a_bucket_that_begins_anew_is_found(right: Right) -> None:
     )
 
 
-def test_a_lookup_of_older_rows_than_were_told_before_is_found(right: Right) -> None:
+def test_a_lookup_of_older_rows_than_were_reported_before_is_found(right: Right) -> None:
     older = copy.deepcopy(
         [line for line in right.workers["b"] if line["kind"] == "pulled"][-1]["answers"]
     )

@@ -316,7 +316,7 @@ class Network:
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             if time.monotonic() > deadline:
-                pytest.fail(f"waited {within_s:g} s for {what}\n{self.told()}")
+                pytest.fail(f"waited {within_s:g} s for {what}\n{self.received()}")
             time.sleep(0.05)
         return value
 
@@ -331,7 +331,7 @@ class Network:
             f"--- {log.stem}\n{log.read_text()}" for log in sorted(self.directory.glob("*.log"))
         )
 
-    def told(self) -> str:
+    def received(self) -> str:
         """Returns the last output of each process, for failure messages."""
         return "\n".join(
             f"--- {log.stem}\n{log.read_text()[-_SHOWN:]}"
@@ -375,7 +375,7 @@ class Network:
         """Waits until workers on all hosts, including replacements, have committed a step together
         that was not committed before."""
         before = self.committed()
-        assert any(launcher.process.poll() is None for launcher in self.launchers), self.told()
+        assert any(launcher.process.poll() is None for launcher in self.launchers), self.received()
 
         def together() -> bool:
             members = defaultdict(set)
@@ -450,26 +450,28 @@ class Network:
         expected = {
             launcher.output.stem: (statuses or {}).get(launcher, 0) for launcher in self.launchers
         }
-        assert ended == expected, self.told()
+        assert ended == expected, self.received()
         assert alone.wait() == 0, alone.said()
         want = json.loads((self.directory / "alone" / "alone.json").read_text())
         results = self.results()
-        assert len(results) == (to_the_end or len(self.hosts)), f"{results}\n{self.told()}"
+        assert len(results) == (to_the_end or len(self.hosts)), f"{results}\n{self.received()}"
         for result in results:
             assert (result["steps"], result["digest"]) == (want["steps"], want["digest"]), (
-                f"{result}, without faults {want}\n{self.told()}"
+                f"{result}, without faults {want}\n{self.received()}"
             )
         places = [(result["generation"], result["rank"]) for result in results]
         assert len(set(places)) == len(places), f"two had the same rank: {results}"
         verdict = audit(self.records)
         assert verdict.epochs, "no epoch was recorded"
-        assert all(epoch.exactly_once for epoch in verdict.epochs), f"{verdict}\n{self.told()}"
+        assert all(epoch.exactly_once for epoch in verdict.epochs), f"{verdict}\n{self.received()}"
         twice = {
             step: generations
             for step, generations in self.committed().items()
             if len(generations) > 1
         }
-        assert len(twice) <= redone, f"steps that two generations committed: {twice}\n{self.told()}"
+        assert len(twice) <= redone, (
+            f"steps that two generations committed: {twice}\n{self.received()}"
+        )
         assert {host: self.machines.pids(host) for host in self.hosts} == {
             host: [] for host in self.hosts
         }, "processes were left behind"
@@ -482,10 +484,10 @@ class Network:
 
     def check_all_stayed(self) -> None:
         """Checks that no worker was restarted, and that there was only one generation."""
-        assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.told()}"
+        assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.received()}"
         assert {
             generation for generations in self.committed().values() for generation in generations
-        } == {1}, self.told()
+        } == {1}, self.received()
 
     def close(self) -> None:
         """Ends all running processes."""

@@ -51,7 +51,7 @@ def test_a_plain_script_on_such_machines_meets_and_sums_over_the_one_that_is_nam
         job.launch(host, "--local-addr", SECOND_INTERFACE, script="train_plain.py")
         for host in job.hosts
     ]
-    assert [launcher.wait() for launcher in launchers] == [0, 0], job.told()
+    assert [launcher.wait() for launcher in launchers] == [0, 0], job.received()
     results = job.results()
     assert [result["total"] for result in results] == [2.0, 2.0]
     assert {result["met_at"] for result in results} < {
@@ -123,9 +123,9 @@ def _trains_with_servers(job: Network, *flags_of_first: str) -> None:
         )
         for host in job.hosts[:2]
     ]
-    assert [launcher.wait() for launcher in launchers] == [0, 0], job.told()
+    assert [launcher.wait() for launcher in launchers] == [0, 0], job.received()
     results = job.results()
-    assert len(results) == 2, job.told()
+    assert len(results) == 2, job.received()
     assert all(result["loss"] < 0.2 * result["without"] for result in results), results
 
 
@@ -159,7 +159,7 @@ def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_told(
+def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_reported(
     network: Make,
 ) -> None:
     job = network(3, EPOCHS="3")
@@ -169,7 +169,7 @@ def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_to
 
 
 @pytest.mark.soak
-def test_ranks_behind_nat_that_need_a_group_are_told_that_gloo_cannot_be_reached_there(
+def test_ranks_behind_nat_that_need_a_group_are_informed_that_gloo_cannot_be_reached_there(
     network: Make,
 ) -> None:
     job = network(3)
@@ -187,8 +187,8 @@ def test_an_address_that_the_machine_does_not_have_is_refused_at_the_start(netwo
     job = network(1)
     launcher = job.launch("host-0", "--local-addr", OUTSIDE)
     assert launcher.wait() == 2, launcher.said()
-    told = (
+    received = (
         f"--local-addr (SHOAL_LOCAL_ADDR) '{OUTSIDE}' is not an address of this machine, which has "
         "lo 127.0.0.1, ::1; eth0 10.77.0.3"
     )
-    assert told in launcher.said()
+    assert received in launcher.said()

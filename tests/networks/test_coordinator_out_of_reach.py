@@ -85,7 +85,7 @@ def test_redis_out_of_reach_restarts_nobody(network: Make, seconds: int, whose: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_coordinator_that_stands_still_restarts_nobody(network: Make, seconds: int) -> None:
+def test_a_coordinator_that_stalls_restarts_nobody(network: Make, seconds: int) -> None:
     job = network(3)
     job.launch_all()
     with job.stopped(*job.machines.pids(COORDINATOR)):

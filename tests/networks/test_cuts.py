@@ -173,7 +173,7 @@ def test_a_cut_as_the_run_ends_makes_nobody_miss_the_last_step(network: Make) ->
 
 
 @pytest.mark.soak
-def test_a_machine_that_stands_still_for_20_s_comes_back(network: Make) -> None:
+def test_a_machine_that_stalls_for_20_s_comes_back(network: Make) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     with job.stopped(*job.machines.pids("host-1")):

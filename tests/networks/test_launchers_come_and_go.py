@@ -62,7 +62,9 @@ def test_a_launcher_that_comes_as_the_run_ends_restarts_nothing(network: Make) -
 
 
 @pytest.mark.soak
-def test_a_launcher_that_is_told_to_end_behind_a_cut_ends_and_starts_nothing(network: Make) -> None:
+def test_a_launcher_that_is_asked_to_end_behind_a_cut_ends_and_starts_nothing(
+    network: Make,
+) -> None:
     job = network(3)
     *stay, goes = job.launch_all(nnodes="1:3")
     with job.parted(["host-2"], job.others("host-2")):

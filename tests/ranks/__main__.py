@@ -19,7 +19,7 @@ import sys
 
 import shoal  # noqa: F401 - loaded once, before the forks
 import shoal_worker.compression
-import shoal_worker.pipelining.pipeline  # noqa: F401 - the same
+import shoal_worker.pipelining.rank_pipeline  # noqa: F401 - the same
 import torch
 import torch._dynamo
 

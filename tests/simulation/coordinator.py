@@ -305,7 +305,7 @@ class Coordinator:
 
     @staticmethod
     def _note_end(stream: Stream, error: ShoalError | None) -> None:
-        stream.process.put_out |= (
+        stream.process.evicted |= (
             isinstance(error, PreconditionError) and error.reason != "RUN_ENDED"
         )
         stream.end(error)

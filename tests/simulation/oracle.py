@@ -12,7 +12,7 @@ import itertools
 from typing import Any
 
 import torch
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.record import audit
 
 from tests.simulation import loops, seams
@@ -240,7 +240,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     for process in world.processes:
         if process.dead:
             continue
-        if process.put_out and process.exit_code == 0:
+        if process.evicted and process.exit_code == 0:
             wrong("evicted", f"{process.name} was evicted from the job, and ended with 0")
         if process.exit_code and not _is_excused(world, process):
             wrong("failed", f"{process.name} ended with {process.exit_code}: {process.failure}")
@@ -303,7 +303,7 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
 def _is_excused(world: World, process: Process) -> bool:
     """Returns whether `process` failed in a way that docs/elastic.md lists as not survived, after a
     fault that is listed there."""
-    if process.exit_code == PUT_OUT:
+    if process.exit_code == EVICTED:
         nobody = process.spare and _finds_nobody(world, process)
         return _was_missed(world, process) or _is_left_over(world, process) or nobody
     failure = process.failure or ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.backends import worlds
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.elastic.contract.generation import MemberIdentity
@@ -99,7 +99,7 @@ class Process:
         """Rank of this process in its last group, and the hosts of all ranks of that group."""
         self.newest_checkpoint: int | None = None
         """Step of the newest complete checkpoint when this process ended; None without one."""
-        self.put_out = False
+        self.evicted = False
         """True once the coordinator has evicted this process, even before it has received that."""
 
     def record_samples(self) -> SampleRecord:
@@ -265,8 +265,8 @@ class Process:
         link = membership.link
         try:
             session.close(
-                failed=str(link.put_out)
-                if link.put_out
+                failed=str(link.evicted)
+                if link.evicted
                 else None
                 if link.stopped is not None
                 else failed
@@ -281,8 +281,8 @@ class Process:
                 self.exit_code or 1,
             )
         else:
-            if link.put_out is not None:
-                self.failure, self.exit_code = str(link.put_out), PUT_OUT
+            if link.evicted is not None:
+                self.failure, self.exit_code = str(link.evicted), EVICTED
             elif session.missed is not None:
                 self.failure, self.exit_code = self.failure or session.missed, self.exit_code or 1
 

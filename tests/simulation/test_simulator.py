@@ -11,7 +11,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import PreconditionError
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.step_batches import DealtSupply
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
@@ -102,11 +102,11 @@ def test_a_rank_that_holds_something_else_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_samples_that_are_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = DealtSupply._advance
-    told = [0]
+    received = [0]
 
     def stuck(supply: Any, dealt: Any) -> None:
-        told[0] += 1
-        if told[0] > 12:
+        received[0] += 1
+        if received[0] > 12:
             advance(supply, dealt)
 
     oracle.reference(Scenario())
@@ -204,7 +204,7 @@ def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) 
 def test_all_survivors_that_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="hybrid", ranks=4, faults=(Dies(who="d", point=100),))
     assert "failed" in _raises(
-        monkeypatch, scenario, lambda process: process.points > 150, SystemExit(PUT_OUT)
+        monkeypatch, scenario, lambda process: process.points > 150, SystemExit(EVICTED)
     )
 
 
@@ -223,7 +223,7 @@ def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
     assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)
 
 
-def test_who_stood_still_may_only_end_as_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_stalled_may_only_end_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(faults=(Stops(who="b", point=60, seconds=40),))
     assert "failed" in _raises(
         monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug")

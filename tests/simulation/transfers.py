@@ -108,7 +108,7 @@ def take_state(
     own: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[Any, int]:
     """Replaces `transfer.take_state`."""
-    failpoint("transfer.before_taking")
+    failpoint("transfer.before_request")
     taker, scheduler = own_process(), own_scheduler()
     world = taker.world
     donors = [world.donors[address] for address in addresses]

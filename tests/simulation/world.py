@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_coordinator.membership.model.events import ExitReported
 from shoal_coordinator.membership.model.spec import JobSpec
 
@@ -149,7 +149,7 @@ class World:
         )
         report = ExitReported(member_id=process.name, finished=process.has_finished, **status)
         self.scheduler.after(self.delay(0.002, 0.02), lambda: self._report(report))
-        started_again = process.exit_code == PUT_OUT  # by its launcher, also if it was the last
+        started_again = process.exit_code == EVICTED  # by its launcher, also if it was the last
         replaced = (
             self.scenario.replaced
             and (process.dead or started_again)

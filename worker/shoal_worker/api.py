@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shoal_worker.checkpoint.files import read_model
 from shoal_worker.checkpoint.place import Place, downloaded
 from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
-from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
+from shoal_worker.compression.compressing_optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.streaming.stream import ShardedStream

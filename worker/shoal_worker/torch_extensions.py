@@ -39,17 +39,17 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Registers Shoal's names with torch, now or when torch is imported. Idempotent."""
     later: dict[str, Callable[[ModuleType], None]] = {}
-    for name, tell in _EXTENSIONS.items():
+    for name, extend in _EXTENSIONS.items():
         module = sys.modules.get(name)
         if module is not None:
-            tell(module)
+            extend(module)
         else:
-            later[name] = tell
+            later[name] = extend
     if later and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(later))
 
 
-def _tell_init_methods(module: ModuleType) -> None:
+def _register_init_methods(module: ModuleType) -> None:
     for scheme, home in INIT_METHODS.items():
         known = module._rendezvous_handlers.get(scheme)
         if known is None:
@@ -62,7 +62,7 @@ def _tell_init_methods(module: ModuleType) -> None:
             )
 
 
-def _tell_backends(module: ModuleType) -> None:
+def _register_backends(module: ModuleType) -> None:
     for name, (home, devices) in BACKENDS.items():
         if name not in module.Backend.backend_list:
             module.Backend.register_backend(
@@ -71,8 +71,8 @@ def _tell_backends(module: ModuleType) -> None:
 
 
 _EXTENSIONS: Final = {
-    "torch.distributed.rendezvous": _tell_init_methods,
-    "torch.distributed.distributed_c10d": _tell_backends,
+    "torch.distributed.rendezvous": _register_init_methods,
+    "torch.distributed.distributed_c10d": _register_backends,
 }
 """Modules of torch, each with the function that registers Shoal's names in it."""
 
@@ -104,8 +104,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        tell = self._awaited.pop(fullname, None)
-        if tell is None:
+        extend = self._awaited.pop(fullname, None)
+        if extend is None:
             return None
         if not self._awaited:
             sys.meta_path.remove(self)
@@ -113,10 +113,10 @@ class _Finder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_tell(module: ModuleType) -> None:
+            def load_and_register(module: ModuleType) -> None:
                 load(module)
-                tell(module)
+                extend(module)
 
             # affects only this module, because each module has its own loader
-            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec

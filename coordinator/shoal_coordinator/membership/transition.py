@@ -10,6 +10,7 @@ from shoal_common.errors import ShoalError
 
 from shoal_coordinator.membership.leases import Leased, batches_leased
 from shoal_coordinator.membership.members.absence import leases_ended
+from shoal_coordinator.membership.members.closed_streams import stream_broken, streams_due
 from shoal_coordinator.membership.members.failures import collective_failed, incident_due
 from shoal_coordinator.membership.members.generations import generation_due
 from shoal_coordinator.membership.members.joining import Joined, member_joined, member_ready
@@ -26,9 +27,8 @@ from shoal_coordinator.membership.members.leaving import (
     stop_requested,
 )
 from shoal_coordinator.membership.members.machines import machine_reported
-from shoal_coordinator.membership.members.recovery import continue_recovery, recovery_due
+from shoal_coordinator.membership.members.readmission import continue_recovery, recovery_due
 from shoal_coordinator.membership.members.stalls import stalls_due
-from shoal_coordinator.membership.members.streams import stream_broken, streams_due
 from shoal_coordinator.membership.model.draft import Changes, Draft
 from shoal_coordinator.membership.model.effects import Effect, Record
 from shoal_coordinator.membership.model.events import (
@@ -186,7 +186,7 @@ def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
     if state.formed_ms is not None and (
         state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)
     ):
-        wakes.append(state.formed_ms + policy.border_patience_ms)
+        wakes.append(state.formed_ms + policy.boundary_patience_ms)
     return wakes
 
 

@@ -137,7 +137,7 @@ def generation_message(generation: Generation) -> pb.Generation:
     return message
 
 
-_PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
+_EVICTED: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 
 
 def announcement(
@@ -274,7 +274,7 @@ def job_message(
         past_runs=[past_run_message(past) for past in state.past_runs],
         servers_awaited=state.servers_awaited,
         member_put_out=(gone := state.departed.get(member_id)) is not None
-        and gone.ending in _PUT_OUT,
+        and gone.ending in _EVICTED,
         newest_step=0 if seen is None else seen.newest_step,
         steps_in_all=0 if seen is None else seen.steps_in_all,
         machines=[] if seen is None else _machine_messages(state),

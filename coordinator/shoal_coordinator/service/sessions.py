@@ -81,24 +81,24 @@ class Sessions:
                 case AnnounceGeneration(generation=generation):
                     announced = self._announcement(generation)
                     for position, rank in enumerate(generation.ranks):
-                        self._tell(rank.member_id, Slot.PLACEMENT, announced(position))
+                        self._send(rank.member_id, Slot.PLACEMENT, announced(position))
                 case SendGeneration(generation=generation):
                     message = self._announcement(generation)(generation.rank_of[effect.member_id])
-                    self._tell(effect.member_id, Slot.PLACEMENT, message)
+                    self._send(effect.member_id, Slot.PLACEMENT, message)
                 case SendStandby():
                     message = pb.MemberDirective(
                         standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)
                     ).SerializeToString()
-                    self._tell(effect.member_id, Slot.PLACEMENT, message)
+                    self._send(effect.member_id, Slot.PLACEMENT, message)
                 case SendNotice(generation=generation):
                     message = pb.MemberDirective(notice=notice_message(effect)).SerializeToString()
                     for rank in generation.ranks:
-                        self._tell(rank.member_id, Slot.NOTICE, message)
+                        self._send(rank.member_id, Slot.NOTICE, message)
                 case SendDrain():
                     message = pb.MemberDirective(
                         drain=pb.Drain(reason=effect.reason)
                     ).SerializeToString()
-                    self._tell(effect.member_id, Slot.DRAIN, message)
+                    self._send(effect.member_id, Slot.DRAIN, message)
                 case SendStop():
                     message = pb.MemberDirective(
                         stop=pb.Stop(
@@ -108,7 +108,7 @@ class Sessions:
                             finished_steps=effect.finished_steps,
                         )
                     ).SerializeToString()
-                    self._tell(effect.member_id, Slot.STOP, message)
+                    self._send(effect.member_id, Slot.STOP, message)
                 case EndSession():
                     mailbox = self.members.pop(effect.member_id, None)
                     if mailbox is not None:
@@ -118,18 +118,18 @@ class Sessions:
                     if mailbox is not None:
                         mailbox.end(effect.error)
                 case SendMembers():
-                    self._tell_servers(effect)
+                    self._send_to_servers(effect)
                 case SendPlace():
-                    self._tell_server(effect.server_id, Slot.PLACE, place_message(effect))
+                    self._send_to_server(effect.server_id, Slot.PLACE, place_message(effect))
                 case SendSettled():
                     settled = pb.MovesSettled(move=effect.move, epoch=effect.epoch)
-                    self._tell_server(
+                    self._send_to_server(
                         effect.server_id, Slot.SETTLED, pb.ServerDirective(settled=settled)
                     )
                 case SendMove():
-                    self._tell_server(effect.server_id, Slot.MOVE, move_message(effect))
+                    self._send_to_server(effect.server_id, Slot.MOVE, move_message(effect))
                 case StopServer():
-                    self._tell_server(
+                    self._send_to_server(
                         effect.server_id,
                         Slot.STOP,
                         pb.ServerDirective(stop=pb.Stop(reason=effect.reason)),
@@ -155,30 +155,30 @@ class Sessions:
             self._announced = (generation, announcement(generation))
         return self._announced[1]
 
-    def _tell(self, member_id: str, slot: Slot, message: bytes) -> None:
+    def _send(self, member_id: str, slot: Slot, message: bytes) -> None:
         mailbox = self.members.get(member_id)
         if mailbox is not None:
             mailbox.post(slot, message)
 
-    def _tell_server(self, server_id: str, slot: Slot, directive: pb.ServerDirective) -> None:
+    def _send_to_server(self, server_id: str, slot: Slot, directive: pb.ServerDirective) -> None:
         mailbox = self.servers.get(server_id)
         if mailbox is not None:
             mailbox.post(slot, directive.SerializeToString())
 
-    def _tell_servers(self, effect: SendMembers) -> None:
-        to_tell = [
+    def _send_to_servers(self, effect: SendMembers) -> None:
+        receivers = [
             name
             for name in (self.servers if effect.server_id is None else [effect.server_id])
             if name in self.servers
         ]
-        if not to_tell:
+        if not receivers:
             return
         digests = [bytes.fromhex(digest) for digest in effect.key_digests]
         members = pb.Members(
             generation=effect.generation, member_ids=effect.member_ids, key_digests=digests
         )
         message = pb.ServerDirective(members=members).SerializeToString()
-        for server_id in to_tell:
+        for server_id in receivers:
             self.servers[server_id].post(Slot.MEMBERS, message)
 
 

@@ -192,7 +192,7 @@ class CoordinatorServicer:
     def GetRanks(self, request, context):
         """Returns ranks of the newest generation to one of its members. Large generations are announced
         in JoinSession without their rank table; a member calls this if it needs to know one peer or
-        all, and the announced change does not tell it. Served from memory, also while Redis is
+        all, and the announced change does not contain it. Served from memory, also while Redis is
         unreachable. Role: worker. FAILED_PRECONDITION / STALE_GENERATION if a newer generation exists,
         which the session announces, or if `nonce` is not that of the generation.
         """
@@ -235,7 +235,7 @@ class CoordinatorServicer:
 
     def DrainServer(self, request, context):
         """Moves all partitions of a parameter server to the other servers while training continues. Then
-        the server and its backup are told to exit, and the job has one server fewer. Returns at once;
+        the server and its backup are asked to exit, and the job has one server fewer. Returns at once;
         ServerStatus.draining shows the progress. Idempotent. Role: admin. NOT_FOUND / SERVER_UNKNOWN;
         FAILED_PRECONDITION / LAST_SERVER if no other server could take over, PLACE_WITHOUT_TENSORS
         before DeclareTensors.

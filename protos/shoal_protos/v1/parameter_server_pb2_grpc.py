@@ -134,7 +134,7 @@ class ParameterServerServicer:
 
     def Initialize(self, request_iterator, context):
         """Gives partitions their first values. For each partition the first sender wins; later senders
-        are told so, and nothing changes. Framing and checks are those of Push. Role: worker.
+        are informed, and nothing changes. Framing and checks are those of Push. Role: worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,10 +239,10 @@ class ParameterServerServicer:
     def Follow(self, request_iterator, context):
         """Lets a backup follow its primary: sends it the complete state of this server, then each change
         in order, once the change is in this server's journal. A backup opens the stream when the
-        coordinator has told it its place. From the moment when it has sent `whole`, this server makes
+        coordinator has assigned its place. From the moment when it has sent `whole`, this server makes
         and acknowledges no change before the backup has confirmed it. If the backup does not confirm
         for some seconds, or the stream ends, changes wait until the coordinator drops the backup.
-        UNAVAILABLE / PLACE_UNKNOWN while the coordinator has told this server another epoch or backup,
+        UNAVAILABLE / PLACE_UNKNOWN while the coordinator has sent this server another epoch or backup,
         or while it has no partitions yet; FAILED_PRECONDITION / BACKUP_NEEDS_DATA_DIR without a
         journal. Role: server.
         """

@@ -52,14 +52,14 @@ class Change:
 
 @dataclass(kw_only=True)
 class Fence:
-    """Current and former members of the job. Invariants: `generation` never decreases; `put_out`
+    """Current and former members of the job. Invariants: `generation` never decreases; `evicted`
     contains the remembered former members and the members that have returned."""
 
     generation: int = -1
     """Newest generation known here; 0 if the job has none yet; -1 if the coordinator has not
     announced any."""
     members: frozenset[str] = frozenset()
-    put_out: dict[str, int] = field(default_factory=dict)
+    evicted: dict[str, int] = field(default_factory=dict)
     """Member -> newest generation without it. The earliest departure comes first."""
     key_digests: dict[str, str] = field(default_factory=dict)
     """Member of the newest generation -> digest of its key. Members without a key are omitted."""
@@ -70,14 +70,14 @@ class Fence:
         *,
         generation: int,
         members: Iterable[str],
-        put_out: Mapping[str, int],
+        evicted: Mapping[str, int],
         key_digests: Mapping[str, str] = _NONE,
     ) -> Fence:
         """Restores a fence from a snapshot."""
         return cls(
             generation=generation,
             members=frozenset(members),
-            put_out=dict(put_out),
+            evicted=dict(evicted),
             key_digests=dict(key_digests),
         )
 
@@ -92,19 +92,19 @@ class Fence:
         change = Change(joined=now - self.members, left=self.members - now)
         self.generation, self.members, self.key_digests = generation, now, dict(key_digests)
         for member in sorted(change.left):
-            self.put_out.pop(member, None)  # removed first, so that the new entry is at the end
-            self.put_out[member] = generation
-        for member in self.put_out.keys() - now:
-            self.put_out[member] = generation
+            self.evicted.pop(member, None)  # removed first, so that the new entry is at the end
+            self.evicted[member] = generation
+        for member in self.evicted.keys() - now:
+            self.evicted[member] = generation
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
         """Adds the members that another server has recorded as evicted. That server must not have
         received a newer generation than this server."""
-        known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
-        for member in known.keys() & self.put_out.keys():
-            self.put_out[member] = max(self.put_out[member], known.pop(member))
-        self.put_out = known | self.put_out
+        known = dict(others.evicted) | dict.fromkeys(others.members - self.members, self.generation)
+        for member in known.keys() & self.evicted.keys():
+            self.evicted[member] = max(self.evicted[member], known.pop(member))
+        self.evicted = known | self.evicted
 
     def check_key(self, member: str, key: str) -> None:
         """Raises PermissionDeniedError if `key` is not the key of this member of the newest
@@ -115,7 +115,7 @@ class Fence:
         """Returns whether a caller is admitted or its generation is not known here yet. Raises
         StaleGenerationError for a caller that will never be admitted again."""
         if member in self.members:
-            if generation <= (floor := self.put_out.get(member, -1)):
+            if generation <= (floor := self.evicted.get(member, -1)):
                 raise StaleGenerationError(
                     f"stale generation {generation} of member {member!r}, which was not in "
                     f"generation {floor}; retry in its current generation"
@@ -129,9 +129,9 @@ class Fence:
         )
 
     def _forget(self) -> frozenset[str]:
-        forgotten = [member for member in self.put_out if member not in self.members][
-            : max(0, len(self.put_out) - REMEMBERED)
+        forgotten = [member for member in self.evicted if member not in self.members][
+            : max(0, len(self.evicted) - REMEMBERED)
         ]
         for member in forgotten:
-            del self.put_out[member]
+            del self.evicted[member]
         return frozenset(forgotten)

@@ -3,6 +3,6 @@
 A backup follows its primary's journal and may take over its place
 (docs/explanation/parameter-servers.md#backups): `primary` and `standby` implement the two sides. In
 a move, a server hands partitions over to another server
-(docs/explanation/parameter-servers.md#moving-partitions): `giving` and `taking` implement the two
-sides. `items` defines the format of the transferred data.
+(docs/explanation/parameter-servers.md#moving-partitions): `transfer_source` and `transfer_sink`
+implement the two sides. `items` defines the format of the transferred data.
 """

@@ -46,10 +46,10 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import ServerImage, ServerState, state_from_json
 from shoal_ps_server.storage.journal import Journal
-from shoal_ps_server.storage.keeper import SnapshotKeeper
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import Recovered, Replay
 from shoal_ps_server.storage.snapshot import partition_from_bytes, write_snapshot
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ class Standby:
                 stream.images.append(
                     partition_from_bytes(item.fields, item.payload, spec, optimizer)
                 )
-            elif item.kind == WHOLE and stream.state is not None and not stream.is_whole:
+            elif item.kind == WHOLE and stream.state is not None and not stream.is_complete:
                 stream.batches = tuple(
                     (int(first), int(end)) for first, end in item.fields["batches"]
                 )
@@ -406,7 +406,7 @@ class _Stream:
         """Function that cancels the call."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the complete state of the primary has arrived."""
         return self.batches is not None
 

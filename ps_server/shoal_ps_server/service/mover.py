@@ -15,7 +15,7 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.tasks import end_tasks
 
-from shoal_ps_server.replication.giving import Giver, NotTaken
+from shoal_ps_server.replication.transfer_source import NotTaken, TransferSource
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.session import MoveOrder
 from shoal_ps_server.storage.changes import Changes
@@ -39,7 +39,13 @@ class Mover:
     """Carries out the moves of one server's partitions."""
 
     def __init__(
-        self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report
+        self,
+        *,
+        moves: Moves,
+        giver: TransferSource,
+        layouts: Layouts,
+        changes: Changes,
+        report: Report,
     ) -> None:
         self._moves = moves
         self._giver = giver

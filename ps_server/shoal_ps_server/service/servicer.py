@@ -35,7 +35,7 @@ from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.replication.taking import Receiver
+from shoal_ps_server.replication.transfer_sink import TransferSink
 from shoal_ps_server.service.bulk import BulkServer
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.requests import (
@@ -59,7 +59,7 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.reading import Reading
 from shoal_ps_server.shard.shard import MOVING_RETRY, Shard
 from shoal_ps_server.storage.changes import Changes
-from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 
@@ -112,7 +112,7 @@ class ParameterServerServicer:
         bulk: BulkServer,
         whole_buckets: WholeBuckets,
         snapshots: SnapshotKeeper,
-        receiver: Callable[[Callable[[Configuration], Awaitable[Configuration]]], Receiver],
+        receiver: Callable[[Callable[[Configuration], Awaitable[Configuration]]], TransferSink],
         changes: Changes,
         backup: Backup,
         with_backups: Callable[[], bool],
@@ -120,7 +120,7 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver`: creates the Receiver, given the function that reconciles this server's
+        """`receiver`: creates the TransferSink, given the function that reconciles this server's
         configuration with the configuration of another server. `check_place`: raises
         UnavailableError unless it is known that this server, and not its backup or a replacement,
         must serve requests."""

@@ -1,8 +1,8 @@
 """Validated settings of a job's optimizer.
 
-torch performs the updates (runs.py). The available optimizers, their hyperparameters and their
-state are declared in `shoal_common.optimizers.for_servers`. Values that torch would reject are
-rejected here, before any state has changed.
+torch performs the updates (run_optimizer.py). The available optimizers, their hyperparameters and
+their state are declared in `shoal_common.optimizers.for_servers`. Values that torch would reject
+are rejected here, before any state has changed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.payload import UploadHeader, describe, largest_of
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
-from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
+from shoal_ps_server.shard.run_optimizer import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 """Dtype -> magnitude whose square, as computed by Adam, is far below the largest number of the

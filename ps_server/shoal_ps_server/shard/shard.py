@@ -27,7 +27,7 @@ from shoal_common.formats import codecs
 from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.values import Ids
 
-from shoal_ps_server.shard.batches import Batches
+from shoal_ps_server.shard.finished_batches import Batches
 from shoal_ps_server.shard.layout import Layout, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import Partition, PartitionImage

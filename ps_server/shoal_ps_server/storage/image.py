@@ -36,7 +36,7 @@ class Members:
 
     generation: int = -1
     members: frozenset[str] = frozenset()
-    put_out: Mapping[str, int] = field(default_factory=dict)
+    evicted: Mapping[str, int] = field(default_factory=dict)
     key_digests: Mapping[str, str] = field(default_factory=dict)
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
     """Member -> clock."""
@@ -49,7 +49,7 @@ class Members:
         return Fence.restored(
             generation=self.generation,
             members=self.members,
-            put_out=self.put_out,
+            evicted=self.evicted,
             key_digests=self.key_digests,
         )
 
@@ -65,7 +65,7 @@ class Members:
         return cls(
             generation=fence.generation,
             members=fence.members,
-            put_out=dict(fence.put_out),
+            evicted=dict(fence.evicted),
             key_digests=dict(fence.key_digests),
             clocks=clocks.members,
             slowest_clock=clocks.slowest,
@@ -235,7 +235,7 @@ def members_to_json(members: Members) -> dict[str, Any]:
     return {
         "generation": members.generation,
         "members": sorted(members.members),
-        "put_out": list(members.put_out.items()),
+        "put_out": list(members.evicted.items()),
         "key_digests": dict(members.key_digests),
         "clocks": {member: [each.clock, each.origin] for member, each in members.clocks.items()},
         "slowest_clock": members.slowest_clock,
@@ -254,7 +254,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
     return Members(
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
-        put_out={str(member): int(generation) for member, generation in value["put_out"]},
+        evicted={str(member): int(generation) for member, generation in value["put_out"]},
         # likewise
         key_digests={
             str(member): str(digest) for member, digest in value.get("key_digests", {}).items()

@@ -371,7 +371,7 @@ class Journal:
                 started = time.perf_counter()
                 if failure is None:
                     failure = self._write_batch(batch)
-                self._tell(batch, failure, time.perf_counter() - started)
+                self._acknowledge(batch, failure, time.perf_counter() - started)
             if control is _Control.RESUME:
                 failure = None
             elif control is _Control.CLOSE:
@@ -481,7 +481,7 @@ class Journal:
             # an error here is harmless, since the old file is synced or no longer needed
             os.close(before)
 
-    def _tell(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
+    def _acknowledge(self, batch: _Batch, failure: Exception | None, seconds: float) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._finish, batch, failure, seconds)
 

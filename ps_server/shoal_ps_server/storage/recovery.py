@@ -383,7 +383,7 @@ class Replay:
         self.shard.keep_bases_of(self._members.members)
 
     def _known_members(self) -> frozenset[str]:
-        return self._members.members | self._members.put_out.keys()
+        return self._members.members | self._members.evicted.keys()
 
     def _tick(self, record: Record) -> None:
         fields = record.fields

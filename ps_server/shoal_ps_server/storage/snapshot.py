@@ -34,7 +34,7 @@ from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import bytes_of
-from shoal_ps_server.shard.runs import RunImage
+from shoal_ps_server.shard.run_optimizer import RunImage
 from shoal_ps_server.storage.image import (
     FORMAT_VERSION,
     ServerImage,

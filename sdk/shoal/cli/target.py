@@ -96,7 +96,7 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     else:
         record = newest_cluster(job=job)
         if job is None:
-            _tell_others(record)
+            _mention_others(record)
         job, address, http = record.job_id, record.coordinator, record.http
         settings = None
         remedy = f"its launcher (pid {record.pid}) may be exiting, so try again"
@@ -118,7 +118,7 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
             ) from error
 
 
-def _tell_others(shown: ClusterRecord) -> None:
+def _mention_others(shown: ClusterRecord) -> None:
     others = [record for record in running_clusters() if record.coordinator != shown.coordinator]
     if others:
         named = ", ".join(f"--job {other.job_id}" for other in others[:_MOST_NAMED]) + (

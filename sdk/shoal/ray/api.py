@@ -15,7 +15,7 @@ from shoal_common.errors import ConfigurationError, UnavailableError
 
 from shoal.launcher.clusters.jobs import new_job_id
 from shoal.ray import call
-from shoal.ray.plan import Plan
+from shoal.ray.run_plan import Plan
 
 if TYPE_CHECKING:
     from shoal.ray.supervision import Outcome

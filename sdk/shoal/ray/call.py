@@ -68,14 +68,14 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     return call
 
 
-def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, int]]) -> None:
+def call_here(directory: Path, index: int, *, rank_and_size: Callable[[], tuple[int, int]]) -> None:
     """Calls the function stored in `directory`, and stores its return value or exception there.
 
     Args:
         directory: directory shared with the actor.
         index: local rank of this worker.
-        standing: returns the rank of this worker and the world size; called after the function has
-            returned or raised.
+        rank_and_size: returns the rank of this worker and the world size; called after the function
+            has returned or raised.
 
     Raises:
         ConfigurationError: the return value cannot be pickled.
@@ -88,11 +88,11 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
     function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301
     try:
         value = function(*arguments)
-        content = _pickled_value(Value(*standing(), value), function)
+        content = _pickled_value(Value(*rank_and_size(), value), function)
     except Exception as error:
         failure = Failure(
             getattr(error, "failed_at", None) or time.time(),
-            standing()[0],
+            rank_and_size()[0],
             error,
             traceback.format_exc(),
         )

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
@@ -68,13 +68,13 @@ class Ended:
     def was_ended(self) -> bool:
         """True if the launcher was ended by something other than its script, such as a signal or an
         eviction (docs/exit-status.md)."""
-        return self.status == PUT_OUT or self.status > 128
+        return self.status == EVICTED or self.status > 128
 
     @property
     def has_failed(self) -> bool:
         """True if the launcher exited because its own workers failed. Other launchers exit with
         status 1 when the job has failed, or when they start too late."""
-        return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
+        return self.status not in (0, EVICTED, PREEMPTED) and SUMMARY in self.files
 
 
 class CommandActor:

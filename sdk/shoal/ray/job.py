@@ -25,7 +25,7 @@ from shoal_common.system.scratch import ScratchDirectory
 from shoal.launcher.clusters.hosted_coordinator import HostedCoordinator
 from shoal.ray.bundles import Bundles
 from shoal.ray.command import Command
-from shoal.ray.plan import Plan
+from shoal.ray.run_plan import Plan
 from shoal.ray.supervision import Outcome, Seat, Supervision
 
 _log = logging.getLogger("shoal.ray")

@@ -10,7 +10,7 @@ from shoal.ray.call import call_here
 from shoal.ray.command import DIRECTORY
 
 
-def _standing() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Returns the rank and the world size, from the session if the function has created one,
     otherwise from torchrun's variables."""
     if "shoal_worker.elastic.session.worker_process" in sys.modules:
@@ -22,4 +22,6 @@ def _standing() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    call_here(Path(os.environ[DIRECTORY]), int(os.environ["LOCAL_RANK"]), standing=_standing)
+    call_here(
+        Path(os.environ[DIRECTORY]), int(os.environ["LOCAL_RANK"]), rank_and_size=_rank_and_size
+    )

@@ -235,9 +235,10 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
     try:
         status, _, err = shared_shell.run("status")
         assert status == 1
-        told, error = err.splitlines()
+        received, error = err.splitlines()
         assert (
-            told == "shoal: showing job newest of the newest of 2 clusters on this machine; choose "
+            received
+            == "shoal: showing job newest of the newest of 2 clusters on this machine; choose "
             "another with --job digits"
         )
         assert error.startswith("shoal: cannot reach a coordinator at 127.0.0.1:9 (")
@@ -363,7 +364,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(
     assert re.search(rb"(100%|of 2)\r\n\r\n", seen) is None, "a blank line after a worker's"
 
 
-def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:
+def test_a_terminal_that_stalls_does_not_hold_up_the_end(shell: Shell) -> None:
     script = shell.script("print('x' * 1_000_000)")
     shortly = (
         "from datetime import timedelta; import shoal.cli.terminal.console as c; "

@@ -58,14 +58,14 @@ def ended(shared_shell: Shell) -> Shell:
     return shared_shell
 
 
-def told(shell: Shell, *arguments: str) -> str:
+def received(shell: Shell, *arguments: str) -> str:
     status, out, err = shell.run(*arguments, COLUMNS="120")
     assert status == 0, err
     return out
 
 
 def test_runs_are_listed_with_their_outcome(ended: Shell) -> None:
-    lines = [line.split() for line in told(ended, "history").splitlines()]
+    lines = [line.split() for line in received(ended, "history").splitlines()]
     assert lines[0] == ["run", "began", "took", "strategy", "ranks", "steps", "faults", "outcome"]
     (bad, good) = lines[1:]
     assert (bad[0], bad[-1]) == ("bad/1", "failed")
@@ -73,7 +73,7 @@ def test_runs_are_listed_with_their_outcome(ended: Shell) -> None:
         "good/1",
         ["ddp", "2", f"{EPOCHS * STEPS:,}", "1", "completed"],
     )
-    listed = json.loads(told(ended, "history", "--json", "--job", "good"))
+    listed = json.loads(received(ended, "history", "--json", "--job", "good"))
     assert [each["run"] for each in listed] == ["good/1"]
     assert listed[0]["end"]["metrics"] == {"accuracy": 0.5}
 
@@ -84,16 +84,16 @@ def test_status_of_a_finished_run_says_so_and_has_its_figures_and_workers(ended:
         ("status", "--run", "good/1"),
         ("status", "--job", "good"),
     ):
-        out = told(ended, *arguments)
+        out = received(ended, *arguments)
         assert re.match(r"run good/1  completed at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, .* ago", out)
         assert f"{EPOCHS * STEPS:,} steps, {EPOCHS * 100:,} samples in " in out
         assert "ended with SIGKILL: training paused for " in out
         assert re.search(r"^ +0 .* exit code 0$", out.replace("code 0 ", "code 0"), re.MULTILINE)
         assert re.search(r"^ +1 .* SIGKILL *$", out, re.MULTILINE)
-    out = told(ended, "status")
+    out = received(ended, "status")
     assert out.startswith("run bad/1  failed at ")
     assert "exit code 1: ValueError: no such luck" in out
-    status = json.loads(told(ended, "status", "--json"))
+    status = json.loads(received(ended, "status", "--json"))
     assert (status["job_id"], status["phase"], status["ending"]) == ("bad", "finished", "failed")
 
 
@@ -104,19 +104,19 @@ def test_events_and_output_of_a_finished_run_are_kept(ended: Shell) -> None:
     assert {"job_created", "generation_formed", "member_lost", "job_finished"} <= {
         line.split()[1] for line in out.splitlines()
     }
-    kinds = [json.loads(line)["kind"] for line in told(ended, "events", "--json").splitlines()]
+    kinds = [json.loads(line)["kind"] for line in received(ended, "events", "--json").splitlines()]
     assert "job_failed" in kinds
     status, out, err = ended.run("logs", "--run", "good", "--rank", "0")
     assert (status, err.splitlines()[0][:24]) == (0, "shoal: run good/1 has en")
     assert [line for line in out.splitlines() if "epoch" in line] == [
         f"[0]: epoch {epoch} is over" for epoch in range(EPOCHS)
     ]
-    assert "ValueError: no such luck" in told(ended, "logs")
+    assert "ValueError: no such luck" in received(ended, "logs")
 
 
 def test_a_finished_run_is_drawn(ended: Shell) -> None:
     file = ended.directory / "course.svg"
-    told(ended, "history", "good", "--plot", str(file))
+    received(ended, "history", "good", "--plot", str(file))
     marks = {each.get("id") for each in ElementTree.parse(file).iter() if each.get("id")}
     assert "fault-1" in marks
     status, _, err = ended.run("history", "--plot", str(file))
@@ -126,7 +126,7 @@ def test_a_finished_run_is_drawn(ended: Shell) -> None:
 def test_two_runs_are_compared(ended: Shell) -> None:
     rows = [
         re.split(r"\s{2,}", line.strip())
-        for line in told(ended, "history", "good", "bad").splitlines()
+        for line in received(ended, "history", "good", "bad").splitlines()
     ]
     found = {row[0]: row[1:] for row in rows}
     assert found["result"][:2] == ["good/1", "bad/1"]
@@ -134,7 +134,7 @@ def test_two_runs_are_compared(ended: Shell) -> None:
     assert found["steps"][0] == f"{EPOCHS * STEPS:,}"
     assert found["arguments"] == [str(EPOCHS), "3 fail"]
     assert "strategy" not in found
-    assert "arguments" in json.loads(told(ended, "history", "good", "bad", "--json"))["differs"]
+    assert "arguments" in json.loads(received(ended, "history", "good", "bad", "--json"))["differs"]
 
 
 def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each(
@@ -155,7 +155,7 @@ def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each
 
 
 def test_the_status_page_of_a_run_of_a_few_steps_has_its_losses(ended: Shell) -> None:
-    page = re.search(r"in a browser: file://(\S+)", told(ended, "status", "--run", "bad"))
+    page = re.search(r"in a browser: file://(\S+)", received(ended, "status", "--run", "bad"))
     assert page is not None
     saved = re.search(r'id="saved">(.*?)</script>', Path(page[1]).read_text(), re.DOTALL)
     assert saved is not None
@@ -167,7 +167,7 @@ def test_the_status_page_of_a_run_of_a_few_steps_has_its_losses(ended: Shell) ->
 
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 def test_the_status_page_of_a_finished_run_opens_from_disk(ended: Shell, tmp_path: Path) -> None:
-    page = re.search(r"in a browser: (file:\S+)", told(ended, "status", "--run", "good"))
+    page = re.search(r"in a browser: (file:\S+)", received(ended, "status", "--run", "good"))
     assert page is not None
     with Browser(tmp_path) as browser:
         browser.open(page[1])
@@ -183,21 +183,21 @@ def test_a_run_that_is_stopped_or_killed_is_kept_too(shell: Shell, elastic_worke
     flags = ("run", "--standalone", "--nproc-per-node", "1", "--rdzv-id")
     command = shell.start(*flags, "stopped", elastic_worker, shell.directory / "finish")
     command.wait_for_output("[0]: generation 1")
-    assert json.loads(told(shell, "history", "--json"))[0]["outcome"] == "running"
-    told(shell, "stop", "--reason", "enough for today")
+    assert json.loads(received(shell, "history", "--json"))[0]["outcome"] == "running"
+    received(shell, "stop", "--reason", "enough for today")
     assert command.wait() == 0, command.stderr
     command = shell.start(*flags, "killed", elastic_worker, shell.directory / "finish")
     command.wait_for_output("[0]: generation 1")
     os.kill(command.process.pid, signal.SIGKILL)
     command.wait()
     command.wait_until_gone()
-    runs = {each["run"]: each for each in json.loads(told(shell, "history", "--json"))}
+    runs = {each["run"]: each for each in json.loads(received(shell, "history", "--json"))}
     assert {name: run["outcome"] for name, run in runs.items()} == {
         "stopped/1": "stopped",
         "killed/1": "killed",
     }
     assert runs["stopped/1"]["end"]["reason"] == "enough for today"
-    assert "generation 1" in told(shell, "logs", "--run", "killed")
+    assert "generation 1" in received(shell, "logs", "--run", "killed")
     status, _, err = shell.run("events", "--run", "killed")
     assert (status, "its launcher was killed" in err) == (1, True)
 
@@ -208,11 +208,11 @@ def test_runs_beyond_the_limit_are_removed_when_another_begins(shell: Shell) -> 
         assert (
             shell.run("run", "--rdzv-id", f"job-{number}", script, SHOAL_HISTORY_RUNS="1")[0] == 0
         )
-    runs = json.loads(told(shell, "history", "--json"))
+    runs = json.loads(received(shell, "history", "--json"))
     assert [each["run"] for each in runs] == ["job-2/1", "job-1/1"], (
         "one that has ended before the last one began"
     )
-    assert told(shell, "logs") == "[0]: hello\n"
+    assert received(shell, "logs") == "[0]: hello\n"
     status, _, err = shell.run("run", script, SHOAL_HISTORY_RUNS="many")
     assert status == 2
     assert "SHOAL_HISTORY_RUNS='many': expected a whole number" in err
@@ -223,7 +223,7 @@ def test_a_submitted_run_is_in_the_history_and_its_output_is_written_once(shell:
     assert shell.run("submit", "--job", "away", script)[0] == 0
     ended = lambda: '"ok": true' in shell.run("jobs", "--json")[1]  # noqa: E731
     eventually(ended, "the submitted run to end")
-    runs = json.loads(told(shell, "history", "--json"))
+    runs = json.loads(received(shell, "history", "--json"))
     assert [(each["run"], each["outcome"]) for each in runs] == [("away/1", "completed")]
-    assert told(shell, "logs").count("[0]: hello") == 1
-    assert told(shell, "logs", "--run", "away/1").count("[0]: hello") == 1
+    assert received(shell, "logs").count("[0]: hello") == 1
+    assert received(shell, "logs", "--run", "away/1").count("[0]: hello") == 1

@@ -9,15 +9,15 @@ Shell = Any  # of tests/integration/conftest.py
 
 
 def test_an_error_ends_with_its_reason(shell: Shell) -> None:
-    status, _, told = shell.run("logs", "--job", "nope")
+    status, _, received = shell.run("logs", "--job", "nope")
     assert status == 1
-    assert told.startswith("shoal: the output of job 'nope' is not stored on this machine")
-    assert told.rstrip().endswith("[LOG_UNKNOWN]")
+    assert received.startswith("shoal: the output of job 'nope' is not stored on this machine")
+    assert received.rstrip().endswith("[LOG_UNKNOWN]")
 
 
 def test_an_error_whose_class_says_all_has_its_message_alone(shell: Shell) -> None:
-    status, _, told = shell.run("run", "--standalone", "nowhere.py")
+    status, _, received = shell.run("run", "--standalone", "nowhere.py")
     assert status == 2
-    assert told.rstrip().endswith(
+    assert received.rstrip().endswith(
         "use -m for a module, or shoal run --no-python for another program"
     )

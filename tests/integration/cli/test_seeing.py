@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from shoal.launcher.run.submissions import Submissions
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1.coordinator_pb2 import JobSpec
 
@@ -77,7 +77,7 @@ def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
     assert "start one with `shoal submit`" in err
 
 
-def test_events_are_told_one_a_line(shared_shell: Shell, cluster: Command) -> None:
+def test_events_are_reported_one_a_line(shared_shell: Shell, cluster: Command) -> None:
     status, out, err = shared_shell.run("events", COLUMNS="80")
     assert (status, err) == (0, "")
     assert out.splitlines()[0].split()[1] == "job_created"
@@ -153,7 +153,7 @@ def read_some(terminal: int) -> bytes:
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 
-def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
+def test_stop_ends_a_job_at_a_step_boundary_and_followed_events_end_with_it(
     shell: Shell, elastic_worker: Path
 ) -> None:
     run = shell.start(
@@ -172,7 +172,7 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
     events.wait_for_output("generation_formed")
     status, out, err = shell.run("stop", "--reason", "seen enough")
     assert (status, out, err) == (0, "job short will stop after the current step\n", "")
-    assert run.wait() == PUT_OUT
+    assert run.wait() == EVICTED
     assert re.search(r"^shoal: stopped at step \d+.*: seen enough$", run.stderr, re.MULTILINE)
     assert (events.wait(), events.stderr) == (0, "")
     assert "stop_requested" in events.stdout

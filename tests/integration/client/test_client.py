@@ -143,7 +143,7 @@ def test_a_launcher_that_was_killed_leaves_no_status_and_says_so(
     assert "is gone and left no result: it was killed" in result.summary
 
 
-def test_stop_ends_a_job_at_a_border(client: Client, training: str) -> None:
+def test_stop_ends_a_job_at_a_step_boundary(client: Client, training: str) -> None:
     client.stop(training, reason="enough")
     assert client.wait(training, timeout=WAIT).exit_status == 0
     assert "[1]: left" in client.logs(training)
@@ -157,7 +157,9 @@ def test_a_job_can_be_stopped_before_it_has_begun(
     assert client.wait(job_id, timeout=WAIT).exit_status is not None
 
 
-def test_a_rank_is_killed_or_drained_and_the_events_tell_it(client: Client, training: str) -> None:
+def test_a_rank_is_killed_or_drained_and_the_events_report_it(
+    client: Client, training: str
+) -> None:
     killed = client.kill(training, rank=1)
     assert killed is not None
     with client.events(training, follow=True, timeout=WAIT) as events:
@@ -184,19 +186,19 @@ def test_a_rank_is_killed_or_drained_and_the_events_tell_it(client: Client, trai
 def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(
     here: Shell, client: Client, training: str
 ) -> None:
-    told: list[str] = []
+    received: list[str] = []
     with client.events(training, follow=True) as closed:
         assert next(closed).kind == "job_created"
         threading.Timer(0.2, closed.close).start()
         assert [event.kind for event in closed][-1] == "generation_formed"
     thread = threading.Thread(
-        target=lambda: told.extend(event.kind for event in client.events(training, follow=True))
+        target=lambda: received.extend(event.kind for event in client.events(training, follow=True))
     )
     thread.start()
     (here.directory / "finish").touch()
     thread.join(WAIT.total_seconds())
     assert not thread.is_alive()
-    assert "job_finished" in told
+    assert "job_finished" in received
     assert client.wait(training, timeout=WAIT).ok
 
 

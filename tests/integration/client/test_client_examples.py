@@ -52,7 +52,7 @@ def test_the_scheduler_gives_up_after_its_attempts(here: Shell) -> None:
     assert "never.py" not in scheduler.stdout
 
 
-def test_the_dashboard_tells_events_and_progress_until_the_job_ends(
+def test_the_dashboard_shows_events_and_progress_until_the_job_ends(
     here: Shell, client: Client, elastic_worker: Path
 ) -> None:
     job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2)

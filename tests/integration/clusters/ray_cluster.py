@@ -69,9 +69,9 @@ class RayCluster:
                 "--temp-dir",
                 str(self._directory),
             )
-            told = re.search(r"ray start --address='(\S+)'", self._said(head))
-            assert told is not None, self._said(head)
-            self.address = told[1]
+            received = re.search(r"ray start --address='(\S+)'", self._said(head))
+            assert received is not None, self._said(head)
+            self.address = received[1]
             self.environment["RAY_ADDRESS"] = self.address
             for _ in range(self._wanted):
                 self.add_node()

@@ -236,7 +236,7 @@ class Slurm:
     def submit(self, script: str, directory: Path, *flags: str) -> Job:
         """Runs sbatch in `directory`."""
         (directory / "job.sh").write_text(script)
-        told = self.ask(
+        received = self.ask(
             "sbatch",
             "--parsable",
             "--output",
@@ -245,8 +245,8 @@ class Slurm:
             directory / "job.sh",
             directory=directory,
         )
-        assert told.isdecimal(), told
-        return Job(self, told, directory / "job.out")
+        assert received.isdecimal(), received
+        return Job(self, received, directory / "job.out")
 
 
 class Job:

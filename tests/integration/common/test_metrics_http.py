@@ -81,7 +81,7 @@ def test_other_pages_name_those_that_are_there(registry):
         )
 
 
-def test_failing_routes_answer_with_the_right_status_and_bugs_tell_nothing(registry, caplog):
+def test_failing_routes_answer_with_the_right_status_and_bugs_reveal_nothing(registry, caplog):
     def raising(error):
         def route(request):
             raise error

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
 from shoal_common.security.authentication import TlsSettings
@@ -93,7 +93,7 @@ def test_a_name_that_nobody_knows_is_named():
     assert not found.permanent
 
 
-def test_a_server_that_stays_silent_is_told_from_one_that_is_gone():
+def test_a_server_that_stays_silent_is_distinguished_from_one_that_is_gone():
     port = listening(None)
     found = find_obstacle(
         ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200)
@@ -172,7 +172,7 @@ def test_certificates_are_checked_as_grpc_checks_them(ours):
     )
 
 
-def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed(
+def test_a_worker_of_a_launcher_that_cannot_get_in_is_evicted_and_has_not_failed(
     serve, ours, zygote, tmp_path
 ):
     """For example, a replacement starts after the certificate has expired. The other workers
@@ -189,7 +189,7 @@ def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed
         SHOAL_LAUNCHER_ID="launcher",
         TORCHELASTIC_ERROR_FILE=str(account),
     )
-    assert worker.wait() == PUT_OUT
+    assert worker.wait() == EVICTED
     assert "is unreachable: the server's certificate has expired; renew it" in worker.said()
     assert "Traceback" not in worker.said()
     assert "certificate has expired" in account.read_text()

@@ -47,7 +47,7 @@ def test_a_client_whose_server_answers_speaks_bytes(redis_url, connecting):
 
 
 @BOTH
-def test_a_server_that_is_not_there_is_unavailable_and_its_password_is_not_told(connecting):
+def test_a_server_that_is_not_there_is_unavailable_and_its_password_is_not_reported(connecting):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]

@@ -112,7 +112,7 @@ def test_a_server_of_the_authority_is_spoken_to_as_its_user(port: int, certifica
 
 
 @pytest.mark.parametrize("authority", ["theirs", None])
-def test_a_server_of_another_authority_is_told_no_password(
+def test_a_server_of_another_authority_receives_no_password(
     port: int, certificates: Path, authority: str | None
 ) -> None:
     url = f"rediss://{CREDENTIALS}@127.0.0.1:{port}"

@@ -91,7 +91,7 @@ def test_an_error_raised_by_a_handler_reaches_the_caller_as_itself(serve, call, 
 
 
 @pytest.mark.parametrize("call", ["GetJob", "WatchEvents", "JoinSession"])
-def test_a_bug_in_a_handler_is_internal_logged_and_not_told_in_detail(serve, call, caplog):
+def test_a_bug_in_a_handler_is_internal_logged_and_not_reported_in_detail(serve, call, caplog):
     with (
         serve(Scripted(ZeroDivisionError("secret detail"))).client() as client,
         pytest.raises(InternalError) as raised,

@@ -256,7 +256,7 @@ class Member:
             assert value, f"{self.name} waited for {what}; it saw {self.seen}, {self.error!r}"
             return value
 
-    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+    def received(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
         """Waits for a directive of this kind that `accept` accepts, and returns the newest one."""
 
         def newest() -> Any:
@@ -274,10 +274,10 @@ class Member:
             return [directive.WhichOneof("directive") for directive in self.seen]
 
     def welcome(self) -> pb.Welcome:
-        return self.told("welcome")
+        return self.received("welcome")
 
     def generation(self, accept: Callable[[pb.Generation], bool] = lambda _: True) -> pb.Generation:
-        return self.told("generation", accept)
+        return self.received("generation", accept)
 
     def end(self) -> ShoalError | None:
         """Waits for the stream's end and returns its error; None: it ended without one."""
@@ -329,7 +329,7 @@ class Server:
             self.ended = True
             self._changed.notify_all()
 
-    def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
+    def received(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
         def newest() -> Any:
             found = [
                 getattr(d, kind)

@@ -58,7 +58,7 @@ def test_service_discovery_lists_who_serves_metrics(
     assert mine() == before
 
 
-def test_metrics_tell_of_generations_members_and_losses(
+def test_metrics_report_generations_members_and_losses(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2)
@@ -116,7 +116,7 @@ def test_every_metric_has_a_help_text_and_the_services_prefix(
     assert all(family.name.startswith(("shoal_coordinator_", *shared)) for family in families)
 
 
-def test_metrics_and_the_log_tell_of_a_blocked_event_loop(
+def test_metrics_and_the_log_report_a_blocked_event_loop(
     make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
 ) -> None:
     failpoint = {"SHOAL_FAILPOINTS": "decision.before_write@1=hang"}
@@ -142,16 +142,14 @@ def test_health_is_ok_while_the_coordinator_serves(shared_coordinator: Coordinat
     assert page(shared_coordinator, "/healthz") == "ok\n"
 
 
-def test_metrics_tell_of_a_step_that_stands(
-    make_job: MakeJob, shared_coordinator: Coordinator
-) -> None:
+def test_metrics_report_a_stalled_step(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0
     a.beat(1, waiting_s=11, waiting_in="all_reduce")
-    a.told("notice")
+    a.received("notice")
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 1
     a.beat(1, sequence=4)
     b.beat(1, sequence=4)
-    a.told("notice", lambda notice: not notice.text)
+    a.received("notice", lambda notice: not notice.text)
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0

@@ -107,12 +107,12 @@ def test_a_member_learns_after_a_restart_what_it_missed(
         job = create_job(coordinator, client, together=2)
         _, b = job.form("a", "b")
         client.drain_member(job.job_id, member_id="b")
-        b.told("drain")
+        b.received("drain")
         coordinator.kill()
         coordinator.start()
         a_again, b_again = job.join("a", last=1), job.join("b", last=1)
         assert ids(a_again.generation()) == ["a"]
-        assert b_again.told("drain").reason == "drained"
+        assert b_again.received("drain").reason == "drained"
         job.close()
 
 
@@ -289,7 +289,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
             a.generation(lambda g: "b" not in ids(g))
             # The drain was requested and not withdrawn: it is carried out, although its caller was
             # told that it may not be.
-            assert a.told("drain").reason == "drained"
+            assert a.received("drain").reason == "drained"
             # A caller that was asked to retry can do so under the same name.
             job.join("d").welcome()
             job.close()
@@ -298,7 +298,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
         reserved.close()
 
 
-def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_the_newest(
+def test_a_coordinator_that_may_not_know_the_newest_run_says_to_nobody_that_its_run_is_over(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     """Otherwise a server would discard its data in the middle of a run that only a newer
@@ -387,7 +387,7 @@ def refusal(call: Callable[[], object]) -> ShoalError:
     raise AssertionError("the call was granted")
 
 
-def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() -> None:
+def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_asked_to() -> None:
     """The coordinator stops before it would give up on Redis, which takes 5 s for each of two
     attempts."""
 

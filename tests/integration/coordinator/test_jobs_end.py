@@ -49,7 +49,7 @@ def test_jobs_end_at_any_moment_of_an_answer_from_redis(
         asyncio.run(round_())
 
 
-def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(
+def test_what_waits_for_redis_is_informed_at_once_that_the_coordinator_stops(
     own_redis: EmbeddedRedis,
 ) -> None:
     """One request is being committed, and one was queued meanwhile."""

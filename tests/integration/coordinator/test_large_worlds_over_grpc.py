@@ -81,11 +81,11 @@ def lines(ranks: Any) -> list[str]:
     ]
 
 
-def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_they_ask(
+def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they_ask(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed
-    told = [member.told("generation") for member in members]
+    received = [member.received("generation") for member in members]
     generation = members[0].generation()
     assert not generation.ranks
     assert (generation.world_size, generation.most_local_ranks, list(generation.joining)) == (
@@ -102,11 +102,11 @@ def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_the
     assert [
         rank.rank for rank in job.client.get_ranks(job.job_id, ranks=[5, 3], **asked).ranks
     ] == [5, 3]
-    assert len(told) == len(members)
+    assert len(received) == len(members)
 
 
 @pytest.mark.parametrize("wrong", [{"generation": 2}, {"nonce": "0" * 32}, {"nonce": ""}])
-def test_ranks_are_told_to_members_of_the_newest_generation_alone(
+def test_ranks_are_sent_to_members_of_the_newest_generation_alone(
     formed: tuple[Job, list[Member], Linked], wrong: dict[str, Any]
 ) -> None:
     job, members, _ = formed
@@ -156,14 +156,17 @@ def test_a_joiner_asks_for_the_table_and_the_others_do_not(
         "late"
     }
     assert linked.client.asked == 1
-    told = joiner.generation(lambda g: g.number == 3)
-    table = job.client.get_ranks(job.job_id, generation=3, nonce=told.nonce).ranks
+    received = joiner.generation(lambda g: g.number == 3)
+    table = job.client.get_ranks(job.job_id, generation=3, nonce=received.nonce).ranks
     assert (
         rank_table.digest(lines(table))
-        == told.table_digest
+        == received.table_digest
         == rank_table.digest(peer.line for peer in third.peers)
     )
-    assert list(told.joining) == [next(rank.rank for rank in table if rank.member_id == "late"), 1]
+    assert list(received.joining) == [
+        next(rank.rank for rank in table if rank.member_id == "late"),
+        1,
+    ]
 
 
 def test_peers_of_a_superseded_generation_cannot_be_had(
@@ -190,12 +193,12 @@ def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     )
     for member in job.start(*NAMES):
         member.generation()
-    placement = eventually(lambda: session.standing.placement, "the launcher's place")
-    assert placement.node_count == len(session.standing.starts) == WORLD
+    placement = eventually(lambda: session.node_status.placement, "the launcher's place")
+    assert placement.node_count == len(session.node_status.starts) == WORLD
     session.leave(pb.Leave.REASON_DRAINED, "the test is over")
 
 
-def test_one_member_or_those_behind_are_told_without_the_whole_job(
+def test_one_member_or_those_behind_are_reported_without_the_whole_job(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed

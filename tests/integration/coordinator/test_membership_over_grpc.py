@@ -86,10 +86,10 @@ def test_a_job_begins_with_those_who_are_there_when_the_grace_is_over(make_job: 
     assert ids(a.generation()) == ["a"]
 
 
-def test_members_below_the_minimum_stand_by(make_job: MakeJob) -> None:
+def test_members_below_the_minimum_wait(make_job: MakeJob) -> None:
     job = make_job(smallest=2)
     (a,) = job.start("a")
-    assert a.told("standby").reason == "waiting for 2 members: 1 ready"
+    assert a.received("standby").reason == "waiting for 2 members: 1 ready"
     assert job.get().phase == pb.JOB_PHASE_WAITING
     job.start("b")
     assert ids(a.generation()) == ["a", "b"]
@@ -151,7 +151,7 @@ def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob)
     assert endings(job) == [("victim", "stream_broken")]
 
 
-def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob) -> None:
+def test_a_joiner_is_taken_at_the_step_boundary_and_interrupts_nobody(make_job: MakeJob) -> None:
     job = make_job()
     (a,) = job.form("a")
     b = job.join("b")
@@ -171,7 +171,7 @@ def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None
     job = make_job(together=2)
     a, b = job.form("a", "b")
     assert job.client.drain_member(job.job_id, rank=1, reason="the host goes down").member_id == "b"
-    assert b.told("drain").reason == "the host goes down"
+    assert b.received("drain").reason == "the host goes down"
     generation = a.generation(lambda g: g.number == 2)
     assert generation.cause == pb.Generation.CAUSE_BORDER
     assert ids(generation) == ["a"]
@@ -233,21 +233,21 @@ def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
     eventually(lambda: not any(m.note for m in job.get().members), "it to be heard of again")
 
 
-def test_a_step_that_stands_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
+def test_a_stalled_step_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     a.beat(1, waiting_s=11, waiting_in="all_reduce", step=3)
     b.beat(1, step=3)
-    text = a.told("notice").text
+    text = a.received("notice").text
     assert (
         "generation 1 has stalled at step 3: rank 0 (h1) has waited 11 s in all_reduce for "
         "rank 1 (h1)" in text
     )
-    assert b.told("notice").text == text
+    assert b.received("notice").text == text
     assert job.get().waits_for == text
     assert [e.attributes["reason"] for e in job.events() if e.kind == "step_stands"] == [text]
     a.beat(1, sequence=4)
-    assert a.told("notice", lambda notice: not notice.text) is not None
+    assert a.received("notice", lambda notice: not notice.text) is not None
     assert not job.get().waits_for
 
 
@@ -271,10 +271,10 @@ def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     (waiting,) = job.start("c")
-    assert waiting.told("standby").reason == "the job is full (max_workers=2)"
+    assert waiting.received("standby").reason == "the job is full (max_workers=2)"
     job.client.stop_job(job.job_id, reason="enough")
     for member in (a, b, waiting):
-        assert member.told("stop").reason == "enough"
+        assert member.received("stop").reason == "enough"
     error = job.join("d").end()
     assert error is not None
     assert error.reason == "RUN_ENDED"
@@ -292,7 +292,7 @@ def test_members_that_finish_one_after_another_interrupt_nobody(make_job: MakeJo
     c.welcome()
     a.leave(pb.Leave.REASON_FINISHED)
     assert a.end() is None
-    assert c.told("stop").reason == "member a reached the end of its script"
+    assert c.received("stop").reason == "member a reached the end of its script"
     assert "stop" not in b.kinds()
     b.leave(pb.Leave.REASON_FINISHED)
     assert b.end() is None

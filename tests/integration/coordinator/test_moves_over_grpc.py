@@ -34,11 +34,11 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
 ) -> None:
     job = make_job(parameter_servers=1, max_parameter_servers=2)
     s0 = make_server(job, "s0", incarnation="first")
-    assert s0.told("welcome").spec.max_parameter_servers == 2
+    assert s0.received("welcome").spec.max_parameter_servers == 2
     assert job.client.declare_tensors(job.job_id, FOUR_PARTITIONS).shard_map.epoch == 1
-    assert s0.told("settled") == pb.MovesSettled(move=0, epoch=1)
+    assert s0.received("settled") == pb.MovesSettled(move=0, epoch=1)
     s1 = make_server(job, "s1", incarnation="second")
-    assert s1.told("settled") == pb.MovesSettled(move=0, epoch=1)
+    assert s1.received("settled") == pb.MovesSettled(move=0, epoch=1)
     move = pb.MovePartitions(
         move=1,
         partition_ids=[0, 1],
@@ -46,11 +46,11 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
         receiver_address="s1:7000",
         giver_incarnation="first",
     )
-    assert s0.told("move") == move
+    assert s0.received("move") == move
     assert owners(job) == [0, 0, 0, 0]
     s0.report(1, receiver="second")
     for server in (s0, s1):
-        server.told("settled", lambda settled: settled == pb.MovesSettled(move=1, epoch=2))
+        server.received("settled", lambda settled: settled == pb.MovesSettled(move=1, epoch=2))
     assert owners(job) == [1, 1, 0, 0]
     assert [(s.partitions, s.value_bytes, s.draining) for s in job.get().servers] == [
         (2, 16 << 20, False)
@@ -65,14 +65,14 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     with pytest.raises(PreconditionError) as last:
         job.client.drain_server(job.job_id, "s1")
     assert last.value.reason == "LAST_SERVER"
-    s0.told(
+    s0.received(
         "move",
         lambda move: (
             move.move == 2 and list(move.partition_ids) == [2, 3] and move.receiver_index == 1
         ),
     )
     s0.report(2, receiver="second")
-    assert s0.told("stop").reason == "drained: its machine is wanted"
+    assert s0.received("stop").reason == "drained: its machine is wanted"
     assert owners(job) == [1, 1, 1, 1]
     s0.kill()
     eventually(
@@ -86,10 +86,10 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
         "server_drained",
     ]
     back = make_server(job, "s0", incarnation="first")  # its stream broke, but it is alive
-    assert back.told("welcome").server_index == 0
-    assert back.told("stop").reason == "drained: its machine is wanted"
+    assert back.received("welcome").server_index == 0
+    assert back.received("stop").reason == "drained: its machine is wanted"
     assert [s.server_id for s in job.get().servers] == ["s1"]
-    assert make_server(job, "s3").told("welcome").server_index == 0
+    assert make_server(job, "s3").received("welcome").server_index == 0
 
 
 def test_a_move_that_failed_is_tried_again_after_a_while(
@@ -97,16 +97,16 @@ def test_a_move_that_failed_is_tried_again_after_a_while(
 ) -> None:
     job = make_job(parameter_servers=1, max_parameter_servers=2)
     s0 = make_server(job, "s0")
-    s0.told("welcome")
+    s0.received("welcome")
     job.client.declare_tensors(job.job_id, FOUR_PARTITIONS)
     make_server(job, "s1", incarnation="second")
-    s0.told("move")
+    s0.received("move")
     s0.report(1, reason="the receiver's disk is full")
-    s0.told("settled", lambda settled: settled.move == 1)
+    s0.received("settled", lambda settled: settled.move == 1)
     # there is no other event meanwhile: the coordinator wakes by itself
-    s0.told("move", lambda move: move.move == 2)
+    s0.received("move", lambda move: move.move == 2)
     s0.report(2, receiver="second")
-    s0.told("settled", lambda settled: settled == pb.MovesSettled(move=2, epoch=2))
+    s0.received("settled", lambda settled: settled == pb.MovesSettled(move=2, epoch=2))
     failed = [event for event in job.events() if event.kind == "move_failed"]
     assert [event.attributes["reason"] for event in failed] == ["the receiver's disk is full"]
 
@@ -153,28 +153,28 @@ def test_a_coordinator_that_is_killed_goes_on_with_what_it_had_written(
     with coordinator.client() as client:
         job = create_job(coordinator, client, parameter_servers=1, max_parameter_servers=2)
         s0 = make_server(job, "s0", incarnation="first")
-        s0.told("welcome")
+        s0.received("welcome")
         client.declare_tensors(job.job_id, FOUR_PARTITIONS)
         s1 = make_server(job, "s1", incarnation="second")
         if dies.endswith("@4"):
-            s0.told("move")
+            s0.received("move")
             s0.report(1, receiver="second")
         for server in (s0, s1):
             server.end()
         coordinator.process.wait()
         coordinator.start(SHOAL_FAILPOINTS="")
         back = make_server(job, "s0", incarnation="first")
-        assert back.told("settled") == (
+        assert back.received("settled") == (
             pb.MovesSettled(move=1, epoch=2) if settled else pb.MovesSettled(move=0, epoch=1)
         )
         assert owners(job) == ([1, 1, 0, 0] if settled else [0, 0, 0, 0])
         if decided and not settled:
-            assert back.told("move").receiver_address == "s1:7000"
-        make_server(job, "s1", incarnation="second").told("welcome")
+            assert back.received("move").receiver_address == "s1:7000"
+        make_server(job, "s1", incarnation="second").received("welcome")
         if not settled:
-            assert list(back.told("move").partition_ids) == [0, 1]
+            assert list(back.received("move").partition_ids) == [0, 1]
         back.report(1, receiver="second")  # the giver does not know yet that it is settled
-        back.told("settled", lambda told: told == pb.MovesSettled(move=1, epoch=2))
+        back.received("settled", lambda received: received == pb.MovesSettled(move=1, epoch=2))
         assert owners(job) == [1, 1, 0, 0]
         assert moves_of(job) == ["partitions_moved"]
         job.close()

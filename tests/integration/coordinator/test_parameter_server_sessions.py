@@ -27,16 +27,19 @@ def test_servers_take_places_and_hear_who_trains(
 ) -> None:
     job = make_job(parameter_servers=2, together=2)
     first = make_server(job, "s0")
-    assert first.told("welcome").server_index == 0
-    assert first.told("welcome").spec.parameter_servers == 2
-    assert list(first.told("members").member_ids) == []
+    assert first.received("welcome").server_index == 0
+    assert first.received("welcome").spec.parameter_servers == 2
+    assert list(first.received("members").member_ids) == []
     second = make_server(job, "s1")
-    assert second.told("welcome").server_index == 1
+    assert second.received("welcome").server_index == 1
     a, _ = job.form("a", "b")
     for server in (first, second):
-        assert list(server.told("members", lambda m: m.generation == 1).member_ids) == ["a", "b"]
+        assert list(server.received("members", lambda m: m.generation == 1).member_ids) == [
+            "a",
+            "b",
+        ]
     a.kill()
-    assert list(first.told("members", lambda m: m.generation == 2).member_ids) == ["b"]
+    assert list(first.received("members", lambda m: m.generation == 2).member_ids) == ["b"]
     assert [(s.server_id, s.server_index, s.alive) for s in job.get().servers] == [
         ("s0", 0, True),
         ("s1", 1, True),
@@ -47,11 +50,11 @@ def test_tensors_are_laid_out_when_all_servers_are_there(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=2)
-    make_server(job, "s0").told("welcome")
+    make_server(job, "s0").received("welcome")
     with pytest.raises(UnavailableError, match="1 of 2") as waiting:
         job.client.declare_tensors(job.job_id, TENSORS)
     assert waiting.value.reason == "NO_SERVERS"
-    make_server(job, "s1").told("welcome")
+    make_server(job, "s1").received("welcome")
     shard_map = job.client.declare_tensors(job.job_id, TENSORS).shard_map
     assert shard_map.epoch == 1
     found = [
@@ -78,13 +81,13 @@ def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(
         job.client.declare_tensors(job.job_id, TENSORS)
     assert waiting.value.reason == "NO_SERVERS"
     assert job.get().servers_awaited == 1
-    make_server(job, "s0").told("welcome")
+    make_server(job, "s0").received("welcome")
     assert [
         server.server_index
         for server in job.client.declare_tensors(job.job_id, TENSORS).shard_map.servers
     ] == [0]
     assert job.get().servers_awaited == 0
-    assert make_server(job, "s1").told("welcome").server_index == 1, (
+    assert make_server(job, "s1").received("welcome").server_index == 1, (
         "a further one gets its share while training goes on"
     )
 
@@ -94,7 +97,7 @@ def test_a_table_is_laid_out_in_buckets_over_all_servers(
 ) -> None:
     job = make_job(parameter_servers=2)
     for name in ("s0", "s1"):
-        make_server(job, name).told("welcome")
+        make_server(job, name).received("welcome")
     table = pb.TableSpec(
         buckets=4,
         seed=2**64 - 1,
@@ -111,8 +114,8 @@ def test_a_table_is_laid_out_in_buckets_over_all_servers(
         if p.HasField("bucket")
     ]
     assert found == [(2, 0, 0), (2, 1, 1), (2, 2, 0), (2, 3, 1)]
-    told = shard_map.tensors[2].table
-    assert (told.seed, told.hyperparameters["lr"], told.hyperparameters["beta1"]) == (
+    received = shard_map.tensors[2].table
+    assert (received.seed, received.hyperparameters["lr"], received.hyperparameters["beta1"]) == (
         2**64 - 1,
         0.5,
         0.9,
@@ -129,7 +132,7 @@ def test_a_lost_server_keeps_its_place_for_its_return(
 ) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")
-    server.told("welcome")
+    server.received("welcome")
     job.client.declare_tensors(job.job_id, TENSORS)
     refused = make_server(job, "s0", pid=2).end()
     assert refused is not None
@@ -139,7 +142,7 @@ def test_a_lost_server_keeps_its_place_for_its_return(
     refused = make_server(job, "other").end()
     assert refused is not None
     assert refused.reason == "SERVERS_COMPLETE"
-    assert make_server(job, "s0", pid=2).told("welcome").server_index == 0
+    assert make_server(job, "s0", pid=2).received("welcome").server_index == 0
     assert job.get().servers[0].alive
     assert {"server_registered", "server_lost", "tensors_declared"} <= {
         event.kind for event in job.events()
@@ -151,7 +154,7 @@ def test_a_server_without_heartbeats_loses_its_lease(
 ) -> None:
     job = make_job(parameter_servers=2, lease_ms=1500)
     beating, silent = make_server(job, "s0"), make_server(job, "s1")
-    silent.told("welcome")
+    silent.received("welcome")
 
     def beaten() -> bool:
         beating.beat()
@@ -163,13 +166,13 @@ def test_a_server_without_heartbeats_loses_its_lease(
     assert [server.alive for server in job.get().servers] == [True, False]
 
 
-def test_servers_are_told_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_servers_learn_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")
-    server.told("welcome")
+    server.received("welcome")
     (a,) = job.form("a")
     a.leave(pb.Leave.REASON_FINISHED)
-    assert server.told("stop").reason == "member a reached the end of its script"
+    assert server.received("stop").reason == "member a reached the end of its script"
 
 
 def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) -> None:

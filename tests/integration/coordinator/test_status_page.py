@@ -45,7 +45,7 @@ def answer(
         return error.code, error.read().decode(), dict(error.headers)
 
 
-def told(coordinator: Coordinator, path: str, *, token: str = "") -> Any:
+def received(coordinator: Coordinator, path: str, *, token: str = "") -> Any:
     """Returns the JSON at a path. Browsers cannot read NaN."""
     status, text, headers = answer(coordinator, path, token=token)
     assert status == HTTPStatus.OK, text
@@ -54,10 +54,10 @@ def told(coordinator: Coordinator, path: str, *, token: str = "") -> Any:
 
 
 def of(coordinator: Coordinator, job: Job) -> Any:
-    return told(coordinator, f"/api/job?job={job.job_id}")
+    return received(coordinator, f"/api/job?job={job.job_id}")
 
 
-def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
+def test_a_job_is_reported_with_its_ranks_and_how_far_each_is(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2, smallest=2)
@@ -106,7 +106,7 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
     assert [each["upload_backlog_bytes"] for each in (first, second)] == [5_000_000, 0]
     assert (second["loss"], second["steps_behind"]) == (None, 2)
     assert (first["metrics"], second["metrics"]) == ({"accuracy": 0.75, "lr": None}, {})
-    listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[
+    listed = {each["job_id"]: each for each in received(shared_coordinator, "/api/jobs")["jobs"]}[
         job.job_id
     ]
     assert (listed["world_size"], listed["newest_step"], listed["phase"]) == (2, 9, "running")
@@ -122,7 +122,7 @@ def test_names_are_those_of_shoal_status(
 ) -> None:
     job = make_job(together=1, parameter_servers=1)
     job.form("a")
-    make_server(job, "s0").told("welcome")
+    make_server(job, "s0").received("welcome")
     with Client(ChannelSettings(address=shared_coordinator.address)) as client:
         as_status = job_json(client.job(job.job_id))
     seen = of(shared_coordinator, job)
@@ -146,29 +146,29 @@ def test_names_are_those_of_shoal_status(
     assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 
 
-def test_events_are_told_from_the_newest_ones_on(
+def test_events_are_reported_from_the_newest_ones_on(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     path = f"/api/events?job={job.job_id}"
-    before = told(shared_coordinator, path)["events"]
+    before = received(shared_coordinator, path)["events"]
     assert [event["kind"] for event in before] == [event.kind for event in job.events()]
     assert before[-1]["attributes"]["world_size"] == "2"
     b.kill()
     a.generation(lambda g: g.number == 2)
-    after = told(shared_coordinator, f"{path}&after={before[-1]['event_id']}")["events"]
+    after = received(shared_coordinator, f"{path}&after={before[-1]['event_id']}")["events"]
     assert [event["kind"] for event in after] == ["member_lost", "generation_formed"]
     assert (after[0]["member_id"], after[0]["run"]) == ("b", 1)
-    assert told(shared_coordinator, f"{path}&after={after[-1]['event_id']}")["events"] == []
+    assert received(shared_coordinator, f"{path}&after={after[-1]['event_id']}")["events"] == []
 
 
-def test_parameter_servers_are_told_with_what_they_hold(
+def test_parameter_servers_are_reported_with_what_they_hold(
     make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
 ) -> None:
     job = make_job(parameter_servers=2, parameter_server_backups=1)
     server = make_server(job, "s0")
-    server.told("welcome")
+    server.received("welcome")
     server.beat()
     seen = eventually(
         lambda: (now := of(shared_coordinator, job))["servers"][0]["stored_bytes"] == 8 and now,
@@ -236,7 +236,7 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
         ("/api/none", HTTPStatus.NOT_FOUND, "/api/events, /api/job, /api/jobs"),
     ],
 )
-def test_what_cannot_be_told_is_refused(
+def test_what_cannot_be_reported_is_refused(
     shared_coordinator: Coordinator, path: str, status: int, says: str
 ) -> None:
     found, text, _ = answer(shared_coordinator, path)
@@ -252,7 +252,7 @@ def test_an_event_id_that_cannot_be_is_refused(
     assert (status, "yesterday" in text) == (HTTPStatus.BAD_REQUEST, True), text
 
 
-def test_while_redis_is_away_jobs_are_told_and_events_are_not(
+def test_while_redis_is_away_jobs_are_reported_and_events_are_not(
     own_redis: EmbeddedRedis, make_coordinator: Callable[..., Coordinator]
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "500ms")
@@ -267,7 +267,7 @@ def test_while_redis_is_away_jobs_are_told_and_events_are_not(
             assert (status, "Redis" in text) == (HTTPStatus.SERVICE_UNAVAILABLE, True), text
         finally:
             os.kill(process, signal.SIGCONT)
-        assert told(coordinator, f"/api/events?job={job.job_id}")["events"]
+        assert received(coordinator, f"/api/events?job={job.job_id}")["events"]
         job.close()
 
 
@@ -287,7 +287,7 @@ def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("path", ["/api/jobs", "/api/job?job=train", "/api/events?job=train"])
-def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(
+def test_what_the_cluster_does_is_shown_to_holders_of_a_token_as_metrics_are(
     guarded: Coordinator, path: str
 ) -> None:
     with guarded.client(token="a-token") as client:
@@ -299,23 +299,23 @@ def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(
             assert "train" not in text
     for token in ("v-token", "w-token", "a-token"):
         assert "train" in json.dumps(
-            told(guarded, path, token=token)
-        ) or "job_created" in json.dumps(told(guarded, path, token=token))
+            received(guarded, path, token=token)
+        ) or "job_created" in json.dumps(received(guarded, path, token=token))
 
 
 def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
     with guarded.client(token="a-token") as client:
         for job_id in ("train", "another"):
             client.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
-    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="v-token")["jobs"]} == {
+    assert {job["job_id"] for job in received(guarded, "/api/jobs", token="v-token")["jobs"]} == {
         "train",
         "another",
     }
-    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="t-token")["jobs"]} == {
+    assert {job["job_id"] for job in received(guarded, "/api/jobs", token="t-token")["jobs"]} == {
         "train"
     }
     for path in ("/api/job", "/api/events"):
-        assert told(guarded, f"{path}?job=train", token="t-token")
+        assert received(guarded, f"{path}?job=train", token="t-token")
         status, text, _ = answer(guarded, f"{path}?job=another", token="t-token")
         assert (status, "for job 'train', not 'another'" in text) == (
             HTTPStatus.FORBIDDEN,

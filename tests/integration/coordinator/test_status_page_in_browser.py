@@ -210,7 +210,7 @@ def test_it_shows_parameter_servers_and_what_is_missing(
 ) -> None:
     job = make_job(together=1, parameter_servers=2)
     server = make_server(job, "s0")
-    server.told("welcome")
+    server.received("welcome")
     server.beat()
     look_at(browser, job)
     eventually(
@@ -236,7 +236,7 @@ def test_what_others_have_written_is_shown_as_text(make_job: MakeJob, browser: B
     (member,) = job.form("a")
     evil = "<img src=x onerror=\"document.title='taken'\"><b>bold</b>"
     job.client.stop_job(job.job_id, reason=evil)
-    member.told("stop")
+    member.received("stop")
     look_at(browser, job)
     eventually(lambda: any(evil in text for text in browser.texts(".notice")), "the reason")
     assert browser.run("return document.querySelectorAll('main img, main td b').length") == 0

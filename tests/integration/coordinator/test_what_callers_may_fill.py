@@ -153,7 +153,7 @@ def test_reports_of_a_parameter_server_while_redis_is_away(
         with coordinator.client(attempts=1) as client:
             job = create_job(coordinator, client, parameter_servers=1)
             server = make_server(job, "s0")
-            server.told("welcome")
+            server.received("welcome")
             redis.close()
             job.join("a")  # it is written before the messages after it are processed
 

@@ -53,14 +53,14 @@ def run(shell: Shell, *, strategy: str, step: str, epochs: int = FOR_HOURS) -> C
     return command
 
 
-def check_told(command: Command, *, rank: int, error: str) -> None:
+def check_reported(command: Command, *, rank: int, error: str) -> None:
     """Checks that the status is 1, and that the first failure shows the rank, the error and the
     script's line."""
     assert command.wait() == 1, command.stderr
-    told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
-    assert re.search(rf"rank +: {rank} ", told), command.stderr
-    assert re.search(r'File "\S+\.py", line \d+', told), command.stderr
-    assert error in told
+    received = command.stderr.partition("First failure")[2].partition("Later failures")[0]
+    assert re.search(rf"rank +: {rank} ", received), command.stderr
+    assert re.search(r'File "\S+\.py", line \d+', received), command.stderr
+    assert error in received
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_
     )
     for _ in range(runs):
         command = run(shell, strategy="strategy='zero3'", step=bug, epochs=A_MOMENT)
-        check_told(command, rank=1, error="ValueError: a bug on one rank")
+        check_reported(command, rank=1, error="ValueError: a bug on one rank")
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
         "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
         f"rank')\n            {PLAIN}"
     )
-    check_told(
+    check_reported(
         run(shell, strategy="strategy='zero3'", step=bug),
         rank=1,
         error="ValueError: a bug on one rank",
@@ -107,7 +107,7 @@ def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell
         "output.square().mean())"
     )
     command = run(shell, strategy="strategy='pipeline'", step=step)
-    check_told(command, rank=1, error="ConfigurationError: the loss of a micro-batch is")
+    check_reported(command, rank=1, error="ConfigurationError: the loss of a micro-batch is")
 
 
 @pytest.mark.slow
@@ -117,13 +117,13 @@ def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Sh
     replace it."""
     bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"
     command = run(shell, strategy="strategy='hybrid', tensor_parallel_size=2", step=bug)
-    check_told(command, rank=1, error="ValueError: a bug in the first step")
+    check_reported(command, rank=1, error="ValueError: a bug in the first step")
 
 
 def test_a_script_that_ends_on_one_rank_before_its_first_step_is_not_green(shell: Shell) -> None:
     bug = f"if shoal.rank() == 1: raise SystemExit\n            {PLAIN}"
     command = run(shell, strategy="strategy='ddp'", step=bug, epochs=A_MOMENT)
-    check_told(command, rank=0, error="a peer's script finished after step 0")
+    check_reported(command, rank=0, error="a peer's script finished after step 0")
 
 
 def test_a_script_that_ends_on_one_rank_within_a_round_is_not_green(shell: Shell) -> None:
@@ -131,4 +131,4 @@ def test_a_script_that_ends_on_one_rank_within_a_round_is_not_green(shell: Shell
     bug = f"if shoal.rank() == 1 and loader.global_step == 6: raise SystemExit\n            {PLAIN}"
     strategy = "strategy='local_sgd', sync_every=4"
     command = run(shell, strategy=strategy, step=bug, epochs=A_MOMENT)
-    check_told(command, rank=0, error="a peer's script finished after step 6")
+    check_reported(command, rank=0, error="a peer's script finished after step 6")

@@ -189,7 +189,7 @@ def test_a_handle_names_one_process_for_good() -> None:
         Handle(child.pid)
 
 
-def test_a_reserved_port_can_be_told_before_it_is_listened_on() -> None:
+def test_a_reserved_port_can_be_reported_before_it_is_listened_on() -> None:
     import socket
 
     with ReservedPort() as reserved:

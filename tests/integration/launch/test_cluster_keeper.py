@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shoal.launcher.clusters import keeper as keeper_module
+from shoal.launcher.clusters import cluster_keeper as keeper_module
 from shoal.launcher.clusters.cluster import Service
-from shoal.launcher.clusters.keeper import ClusterKeeper
+from shoal.launcher.clusters.cluster_keeper import ClusterKeeper
 from shoal_common.errors import DeadlineError, UnavailableError
 
 PROGRAM = """

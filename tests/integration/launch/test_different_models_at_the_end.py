@@ -43,16 +43,16 @@ def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_
     flags = ("run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint)
     status, out, err = shell.run(*flags, "--rdzv-id", "apart", shell.script(TRAINING), "wrong")
     assert (status, out.count("the script is over")) == (1, 2), err
-    told = "had different values of the model; all agreed after step 4"
-    assert re.search(rf"this worker failed: after step 6, the last one, rank \d .* {told}", err), (
-        err
-    )
+    received = "had different values of the model; all agreed after step 4"
+    assert re.search(
+        rf"this worker failed: after step 6, the last one, rank \d .* {received}", err
+    ), err
     # in the summary if the launcher heard of the worker first, otherwise as the reason why the job
     # ended
-    assert any(told in line for line in err.splitlines() if not line.startswith("[")), err
+    assert any(received in line for line in err.splitlines() if not line.startswith("[")), err
     status, out, err = shell.run("status", "--coordinator", endpoint, "--job", "apart")
     assert "failed" in out, out + err
-    assert told in out
+    assert received in out
 
 
 @pytest.mark.parametrize("how", ["alone", "sound"])

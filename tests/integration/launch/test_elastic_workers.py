@@ -76,7 +76,7 @@ def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_ru
     )
 
 
-def test_what_the_others_outlive_is_told_and_is_no_failure(
+def test_what_the_others_outlive_is_reported_and_is_no_failure(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "0", workers=2)

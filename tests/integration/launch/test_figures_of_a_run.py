@@ -44,7 +44,7 @@ for epoch in loader.epochs(int(sys.argv[1])):
 STEPS, SAMPLES = 9, 100  # of an epoch
 
 
-def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_have_it(
+def test_a_killed_worker_is_reported_with_its_pause_and_the_figures_and_the_plot_have_it(
     shell: Shell, tmp_path: Path
 ) -> None:
     plot, epochs = tmp_path / "course.svg", 30
@@ -54,16 +54,16 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     victim = shell.pids()[1]
     os.kill(victim, signal.SIGKILL)
     assert command.wait() == 0, command.stderr
-    told = re.search(
+    received = re.search(
         rf"^shoal: rank 1 \(pid {victim} on \S+\) ended with SIGKILL: training paused for "
         rf"(\d+\.\d{{3}}) s and continued from step "
         r"(\d+) with 1 rank$",
         command.stderr,
         re.MULTILINE,
     )
-    assert told is not None, command.stderr
-    assert 4 * STEPS <= int(told[2]) < epochs * STEPS
-    assert 0 < float(told[1]) < 30
+    assert received is not None, command.stderr
+    assert 4 * STEPS <= int(received[2]) < epochs * STEPS
+    assert 0 < float(received[1]) < 30
     figures = re.search(
         rf"^shoal: {epochs * STEPS} steps, {epochs * SAMPLES:,} samples in .*; loss \d",
         command.stderr,
@@ -76,7 +76,7 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
         re.MULTILINE,
     )
     assert faults is not None, command.stderr
-    assert float(faults[1]) >= float(told[1])
+    assert float(faults[1]) >= float(received[1])
     assert "\x1b" not in command.stderr
     assert "\r" not in command.stderr
     marks = {element.get("id") for element in ElementTree.parse(plot).iter() if element.get("id")}
@@ -100,7 +100,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_figures_are_told_after_a_failure_too(shell: Shell) -> None:
+def test_figures_are_reported_after_a_failure_too(shell: Shell) -> None:
     script = shell.script(SCRIPT + "\nraise ValueError('at the end')\n")
     status, _, err = shell.run("run", "--standalone", script, "2")
     assert status != 0

@@ -52,6 +52,6 @@ def test_the_rank_whose_disk_is_full_is_the_first_failure(
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(text))
     )
     assert command.wait() == 1, command.stderr
-    told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
-    assert re.search(rf"rank +: {rank} ", told), command.stderr
-    assert "File too large" in told
+    received = command.stderr.partition("First failure")[2].partition("Later failures")[0]
+    assert re.search(rf"rank +: {rank} ", received), command.stderr
+    assert "File too large" in received

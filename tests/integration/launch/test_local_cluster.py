@@ -104,15 +104,15 @@ def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
     try:
         cluster.start_coordinator()
         cluster.coordinator.wait_ready(timedelta(seconds=60))
-        told = cluster.register()
+        received = cluster.register()
     finally:
         cluster.close()
-    assert told is not None
-    assert f"pass --coordinator {cluster.coordinator.address} to shoal status" in told
-    assert "/dev/null/nobody" in told
+    assert received is not None
+    assert f"pass --coordinator {cluster.coordinator.address} to shoal status" in received
+    assert "/dev/null/nobody" in received
 
 
-def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(
+def test_a_service_that_cannot_start_is_reported_with_its_own_words_and_nothing_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = set(psutil.Process().children(recursive=True))

@@ -22,7 +22,7 @@ from shoal.cli.terminal.view import job_json
 from shoal.client.messages import job_of
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import UnknownResourceError
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -134,7 +134,7 @@ def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_rea
             with contextlib.suppress(ProcessLookupError):  # it may just have left
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
-    assert bad.wait() == PUT_OUT, bad.stderr
+    assert bad.wait() == EVICTED, bad.stderr
     assert "job default refuses this machine: its workers died 4 times within" in bad.stderr
     status = job_json(job_of(client.get_job("default")))
     (machine,) = status["machines"]
@@ -145,7 +145,7 @@ def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_rea
     assert "machine bad is excluded since" in " ".join(shown.split())
 
     again = start(shell, endpoint, elastic_worker, host="bad")
-    assert again.wait() == PUT_OUT, again.stderr
+    assert again.wait() == EVICTED, again.stderr
     assert "job default refuses this machine: its workers died 4 times" in again.stderr
     assert pids(client, "good")
 
@@ -171,7 +171,7 @@ def test_a_machine_that_fails_its_health_checks_is_refused_until_it_passes_them(
         *(*flags, "--health-checks", elastic_worker, finish),
         SHOAL_HOST="sick",
     )
-    assert sick.wait() == PUT_OUT, sick.stderr
+    assert sick.wait() == EVICTED, sick.stderr
     failed = "disk: [Errno 27] File too large"
     assert f"this machine failed its health checks: {failed}" in sick.stderr
     assert sick.stdout == "", "no worker was started"
@@ -181,7 +181,7 @@ def test_a_machine_that_fails_its_health_checks_is_refused_until_it_passes_them(
     assert machine.reason == failed
 
     unchecked = start(shell, endpoint, elastic_worker, host="sick")
-    assert unchecked.wait() == PUT_OUT, unchecked.stderr
+    assert unchecked.wait() == EVICTED, unchecked.stderr
     assert f"job default refuses this machine: {failed}" in unchecked.stderr
 
     repaired = start(shell, endpoint, elastic_worker, "--health-checks", host="sick")
@@ -209,7 +209,7 @@ def test_no_worker_is_replaced_on_a_machine_that_has_become_unhealthy(
     sick.wait_for(lambda: pids(client, "sick"), "a rank on the healthy machine")
     shutil.rmtree(temporary)  # the disk fails
     os.kill(pids(client, "sick")[0], signal.SIGKILL)
-    assert sick.wait() == PUT_OUT, sick.stderr
+    assert sick.wait() == EVICTED, sick.stderr
     assert "ended with SIGKILL; not replaced" in sick.stderr
     assert "this machine failed its health checks: disk: [Errno 2] No such file" in sick.stderr
     (machine,) = client.get_job("default").machines

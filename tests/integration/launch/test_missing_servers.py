@@ -10,7 +10,7 @@ import time
 from typing import Any
 from urllib.request import urlopen
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from tests.integration.launch.conftest import Coordinator
 
@@ -61,7 +61,7 @@ def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_e
         assert json.load(page)["waits_for"].startswith(MISSING)
     told_at = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
-    assert command.wait() in (PUT_OUT, 128 + signal.SIGTERM), command.stderr
+    assert command.wait() in (EVICTED, 128 + signal.SIGTERM), command.stderr
     assert time.monotonic() < told_at + 10  # usually a second or two
     assert "Traceback" not in command.stderr
     assert "trains" not in command.stdout

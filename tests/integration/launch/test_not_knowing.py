@@ -175,8 +175,8 @@ def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
 def test_a_start_that_takes_long_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "_TELL_EVERY_S", 0.05)
-    monkeypatch.setattr(agent, "_TELL_AGAIN_S", 0.2)
+    monkeypatch.setattr(agent, "_REPORT_EVERY_S", 0.05)
+    monkeypatch.setattr(agent, "_REPORT_AGAIN_S", 0.2)
     settings = RunSettings(
         command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1
     )

@@ -96,7 +96,7 @@ def test_output_carries_the_rank_and_keeps_its_stream(shell: Shell) -> None:
     assert {"[0]: to err 0", "[1]: to err 1"} <= set(err.splitlines())
 
 
-def test_the_first_failure_ends_the_run_with_its_code_and_is_told(shell: Shell) -> None:
+def test_the_first_failure_ends_the_run_with_its_code_and_is_reported(shell: Shell) -> None:
     script = shell.script(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"
     )

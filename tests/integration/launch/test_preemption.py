@@ -72,11 +72,11 @@ def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]
 
 def ended(shell: Shell) -> list[tuple[int, int]]:
     """Returns the first and last step of each rank's script, and deletes these records."""
-    told = []
+    received = []
     for path in sorted(shell.directory.glob("ended-*")):
-        told.append(tuple(json.loads(path.read_text())))
+        received.append(tuple(json.loads(path.read_text())))
         path.unlink()
-    return told
+    return received
 
 
 def finish(shell: Shell, script: Path, *, records: str) -> None:
@@ -99,17 +99,17 @@ def newest_step(shell: Shell) -> int:
         pytest.param(True, marks=[pytest.mark.slow, pytest.mark.fresh]),
     ],
 )
-def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(
+def test_a_preempted_run_saves_after_its_loop_at_one_step_boundary_and_again_takes_each_sample_once(
     shell: Shell, again: bool
 ) -> None:
     """SHOAL_DRAIN_GRACE_S keeps its default of 1 s, within which the launcher asks both workers to
     leave."""
     script, command = preempt(shell)
-    told = ended(shell)
-    assert len(told) == 2
-    assert len(set(told)) == 1
+    received = ended(shell)
+    assert len(received) == 2
+    assert len(set(received)) == 1
     assert re.search(r"[1-9]\d* leaves?:", command.stderr) is None, command.stderr
-    (stopped_at,) = {step for _, step in told}
+    (stopped_at,) = {step for _, step in received}
     assert 3 <= stopped_at < STEPS
     assert newest_step(shell) == stopped_at
     assert audit(shell.directory / "records").once == stopped_at * 4

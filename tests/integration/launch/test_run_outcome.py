@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import EVICTED, PREEMPTED
 from shoal_common.rpc.channel import ChannelSettings
 
 Shell = Any  # of tests/integration/conftest.py
@@ -73,9 +73,9 @@ def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(
         "it raised an exception, which a restarted worker would probably raise too, so the job ends"
         in command.stderr
     )
-    told = command.stderr.partition("First failure")[2]
-    assert re.search(r"rank +: 1 (.*\n)+.*ValueError: a bug on one rank", told), command.stderr
-    assert "Later failures" not in told
+    received = command.stderr.partition("First failure")[2]
+    assert re.search(r"rank +: 1 (.*\n)+.*ValueError: a bug on one rank", received), command.stderr
+    assert "Later failures" not in received
 
 
 def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
@@ -110,7 +110,7 @@ def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
     assert "[0]: left" in command.stdout
 
 
-def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(
+def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_shows_it(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--no-fail-fast")
@@ -124,7 +124,7 @@ def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tell
     assert "FAILED" in command.stderr
 
 
-def test_a_worker_that_the_coordinator_put_out_is_replaced(
+def test_a_worker_that_the_coordinator_evicted_is_replaced(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker)
@@ -135,7 +135,7 @@ def test_a_worker_that_the_coordinator_put_out_is_replaced(
         client.report_exit(record.job_id, victim.member_id, exit_code=1)
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: generation 3 rank 1 of 2")
     assert (
-        f"rank 1 (pid {victim.pid}) ended with exit code {PUT_OUT}; continuing, replaced by pid"
+        f"rank 1 (pid {victim.pid}) ended with exit code {EVICTED}; continuing, replaced by pid"
         in command.stderr
     )
     (shell.directory / "finish").touch()
@@ -150,7 +150,7 @@ def test_a_run_whose_workers_were_all_drained_is_not_a_success(
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
         for member in client.get_job(record.job_id).members:
             client.drain_member(record.job_id, member_id=member.member_id)
-    assert command.wait() == PUT_OUT
+    assert command.wait() == EVICTED
     assert (
         "is not finished: the last workers on this machine left because they were asked to"
         in command.stderr

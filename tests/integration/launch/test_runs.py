@@ -67,10 +67,10 @@ def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
         nodes = start_elastic(shell, endpoint, elastic_worker, f"finish-{number}")
         (shell.directory / f"finish-{number}").touch()
         assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-        told = "".join(node.stderr for node in nodes)
-        assert (f"run {number} of job default began; run {number - 1} was completed" in told) == (
-            number > 1
-        ), told
+        received = "".join(node.stderr for node in nodes)
+        assert (
+            f"run {number} of job default began; run {number - 1} was completed" in received
+        ) == (number > 1), received
     assert endings(endpoint) == ["completed"] * 2
 
 
@@ -192,7 +192,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     assert "2 launchers for run 2 of job default did not all join within 12 s" in late.stderr
 
 
-def test_a_launcher_that_was_told_its_run_does_not_begin_another(
+def test_a_launcher_that_has_received_its_run_does_not_begin_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     """For example, a scheduler requeues and restarts a launcher after the others have finished."""
@@ -304,7 +304,7 @@ def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run
     assert endings(endpoint, "train") == ["completed", "failed", "completed"]
 
 
-def test_a_late_worker_of_an_old_run_is_told_so(
+def test_a_late_worker_of_an_old_run_is_reported(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", machines=1)
@@ -344,8 +344,8 @@ def test_a_late_worker_of_an_old_run_is_told_so(
                 PreconditionError,
                 match=r"run 1 of job default was completed \d+ s ago \(.*\); the newest one is run "
                 r"2",
-            ) as told:
+            ) as received:
                 late()
-            assert told.value.reason == "RUN_ENDED"
+            assert received.value.reason == "RUN_ENDED"
         assert client.get_job("default").ending == pb.JOB_ENDING_COMPLETED
         assert {event.run for event in client.watch_events("default")} == {1}

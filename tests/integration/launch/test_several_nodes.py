@@ -205,7 +205,7 @@ def test_places_may_be_settled_beforehand(shell: Shell, endpoint: str) -> None:
     ]
 
 
-def test_a_coordinator_that_is_not_there_is_told_with_the_remedy(shell: Shell) -> None:
+def test_a_coordinator_that_is_not_there_is_reported_with_the_remedy(shell: Shell) -> None:
     script = shell.script(PLACE)
     status, _, err = shell.run(
         "run", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "join_timeout=1", script
@@ -251,7 +251,7 @@ pathlib.Path(os.environ["SHOAL_MEMBER_FILE"]).write_text("finished")
 """
 
 
-def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_when_launchers_come(
+def test_elastic_workers_that_the_coordinator_has_evicted_are_not_started_anew_when_launchers_come(
     shell: Shell, endpoint: str
 ) -> None:
     script = shell.script(ELASTIC_AND_CUT_OFF)

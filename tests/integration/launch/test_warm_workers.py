@@ -423,7 +423,7 @@ def test_no_warm_starts_fresh_interpreters_without_a_word(shell: Shell) -> None:
     assert "fresh" not in command.stderr
 
 
-def test_the_reason_for_fresh_interpreters_is_told(shell: Shell) -> None:
+def test_the_reason_for_fresh_interpreters_is_reported(shell: Shell) -> None:
     script = shell.script(
         "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport "
         "torch\nprint(torch.get_num_threads())"

@@ -12,7 +12,7 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 @pytest.mark.matrix
-def test_a_hang_is_told_as_the_guide_says(session: Session) -> None:
+def test_a_hang_is_reported_as_the_guide_says(session: Session) -> None:
     session.follow(blocks_of(GUIDES / "hangs.md"))
 
 

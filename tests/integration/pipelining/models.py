@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch
-from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings, shared_exist, sum_shared
+from shoal_worker.pipelining.rank_pipeline import (
+    Pipeline,
+    PipelineSettings,
+    shared_exist,
+    sum_shared,
+)
 from torch import nn
 
 VOCABULARY = 13

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
+from shoal_worker.pipelining.rank_pipeline import Pipeline, PipelineSettings
 
 from tests.integration.pipelining.models import (
     alone,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.pipelining.micro_batches import cut_batch
-from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
+from shoal_worker.pipelining.rank_pipeline import Pipeline, PipelineSettings
 from torch import nn
 
 from tests.integration.pipelining.models import batch, made, pipeline_of, train
@@ -64,7 +64,7 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_reason(schedule: str, where:
     assert time.monotonic() - begun < 60  # the groups' timeout is 120 s
 
 
-def test_ranks_that_were_given_different_batches_are_told_so() -> None:
+def test_ranks_that_were_given_different_batches_are_reported() -> None:
     def body(rank: int, replica: int, group: Any, data: Any) -> None:
         train(pipeline_of(made("mlp"), group), *batch("mlp", 4 + rank))
 

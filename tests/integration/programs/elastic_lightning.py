@@ -107,11 +107,11 @@ class Course(Callback):
         self.epochs: list[dict[str, float]] = []
 
     def on_train_epoch_end(self, trainer, pl_module):
-        told = ("loss_epoch", "error", "val_loss")
+        received = ("loss_epoch", "error", "val_loss")
         self.epochs.append(
             {
                 name: round(float(trainer.callback_metrics[name]), 5)
-                for name in told
+                for name in received
                 if name in trainer.callback_metrics
             }
         )
@@ -168,7 +168,7 @@ def main() -> None:
     trainer.fit(net, train, torch.utils.data.DataLoader(data, batch_size=6))
     state = trainer.strategy.lightning_module_state_dict()
     trainer.save_checkpoint(directory / "model.ckpt", weights_only=True)
-    told = {
+    received = {
         "digest": xxh3_64_hexdigest(
             b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))
         ),
@@ -178,7 +178,7 @@ def main() -> None:
         "course": course.epochs,
         "patience": patience.wait_count,
     }
-    print(f"told {json.dumps(told)}", flush=True)
+    print(f"told {json.dumps(received)}", flush=True)
 
 
 if __name__ == "__main__":

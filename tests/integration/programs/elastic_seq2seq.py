@@ -57,9 +57,9 @@ def main() -> None:
     )
     generated: list[list[list[int]]] = []
 
-    def compare(told) -> dict[str, float]:
-        generated.append(np.asarray(told.predictions).tolist())
-        right = told.predictions[:, 1:9] == told.label_ids[:, :8]
+    def compare(received) -> dict[str, float]:
+        generated.append(np.asarray(received.predictions).tolist())
+        right = received.predictions[:, 1:9] == received.label_ids[:, :8]
         return {"right": float(right.mean())}
 
     trainer = Seq2SeqTrainer(
@@ -89,12 +89,12 @@ def main() -> None:
     )
     trainer.train()
     predicted = trainer.predict(Reversed(5), max_length=6, num_beams=1)
-    told = {
+    received = {
         "generated": generated,
         "predicted": predicted.predictions.tolist(),
         "right": [one["eval_right"] for one in trainer.state.log_history if "eval_right" in one],
     }
-    print(f"told {json.dumps(told)}", flush=True)
+    print(f"told {json.dumps(received)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -91,10 +91,13 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 
 
 def accuracy(predictions) -> dict[str, float]:
-    told = predictions.predictions.argmax(-1)[:, :-1]
+    received = predictions.predictions.argmax(-1)[:, :-1]
     labels = predictions.label_ids[:, 1:]
     counted = labels != -100
-    return {"accuracy": float((told == labels)[counted].mean()), "rows": float(np.shape(labels)[0])}
+    return {
+        "accuracy": float((received == labels)[counted].mean()),
+        "rows": float(np.shape(labels)[0]),
+    }
 
 
 def main() -> None:
@@ -157,7 +160,7 @@ def main() -> None:
         for entry in trainer.state.log_history
     ]
     trainer.save_model(str(directory / "model"))
-    told = {
+    received = {
         "best": digest(state),
         "best_step": trainer.state.best_global_step,
         "loss": round(loss, 9),
@@ -166,7 +169,7 @@ def main() -> None:
         "history": history,
         "patience": patience.early_stopping_patience_counter,
     }
-    print(f"told {json.dumps(told)}", flush=True)
+    print(f"told {json.dumps(received)}", flush=True)
 
 
 if __name__ == "__main__":

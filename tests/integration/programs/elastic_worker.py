@@ -4,7 +4,7 @@ It prints one line per generation, `generation G rank R of N`, and one when it l
 drain or a stop it leaves as drained. Once the file named by its argument exists, it leaves as
 finished, and reports that to its launcher in a file, as real workers do. Its heartbeats count
 steps. It raises once a file raise-RANK, with its rank in the job, exists beside the file to finish.
-If it is evicted, it exits with PUT_OUT.
+If it is evicted, it exits with EVICTED.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.formats.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -42,13 +42,15 @@ class Member:
         self.rank = -1
         self.stopped = False
         self.raise_now = False
-        told = (
+        received = (
             Run.parse(os.environ["SHOAL_RUN"], what="SHOAL_RUN")
             if "SHOAL_RUN" in os.environ
             else None
         )
         self.run_id = (
-            None if told is None else pb.RunId(number=told.number, began_unix_ms=told.began_unix_ms)
+            None
+            if received is None
+            else pb.RunId(number=received.number, began_unix_ms=received.began_unix_ms)
         )
 
     def messages(self) -> Iterator[pb.MemberMessage]:
@@ -109,11 +111,11 @@ class Member:
             case "drain":
                 self.leave()
 
-    def tell_launcher(self, what: str) -> None:
+    def notify_launcher(self, what: str) -> None:
         Path(os.environ["SHOAL_MEMBER_FILE"]).write_text(what)
 
     def run(self) -> None:
-        self.tell_launcher("joined")
+        self.notify_launcher("joined")
         print(
             "told",
             *(
@@ -131,7 +133,7 @@ class Member:
                     for directive in client.join_session(self.messages()):
                         self.heard(directive)
                 except PreconditionError as error:
-                    raise SystemExit(0 if error.reason == "RUN_ENDED" else PUT_OUT) from error
+                    raise SystemExit(0 if error.reason == "RUN_ENDED" else EVICTED) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:
                     if time.monotonic() > deadline:
                         raise SystemExit(str(error)) from error
@@ -139,7 +141,7 @@ class Member:
         if self.raise_now:
             raise ValueError(f"rank {self.rank} was asked to raise")
         if self.leaving == pb.Leave.REASON_FINISHED and not self.stopped:
-            self.tell_launcher("finished")
+            self.notify_launcher("finished")
         print("left", flush=True)
 
 

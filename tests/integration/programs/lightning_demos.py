@@ -81,19 +81,19 @@ def main() -> None:
         **named,
     )
     trainer.fit(net)
-    told: dict[str, Any] = {"steps": trainer.global_step}
+    received: dict[str, Any] = {"steps": trainer.global_step}
     if model == "boring":
-        told["validated"], told["tested"] = (
+        received["validated"], received["tested"] = (
             trainer.validate(net, verbose=False),
             trainer.test(net, verbose=False),
         )
         predictions = trainer.predict(net)
         assert predictions is not None
-        told["predicted"] = [
+        received["predicted"] = [
             float(one.sum()) for one in predictions if isinstance(one, torch.Tensor)
         ]
     trainer.save_checkpoint(directory / "model.ckpt", weights_only=True)
-    print(f"told {json.dumps(told)}", flush=True)
+    print(f"told {json.dumps(received)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -160,11 +160,12 @@ def main() -> None:
     predictions = trainer.predict(net, loader(11))
     assert predictions is not None
     predicted = [
-        [float(said.sum()), told["labels"].tolist(), told["batch"]] for said, told in predictions
+        [float(said.sum()), received["labels"].tolist(), received["batch"]]
+        for said, received in predictions
     ]
-    told = {"fitted": fitted, "validated": validated, "tested": tested, "predicted": predicted}
-    told["world"] = shoal.world_size() if strategy != "plain" else 1
-    print(f"told {json.dumps(told)}", flush=True)
+    received = {"fitted": fitted, "validated": validated, "tested": tested, "predicted": predicted}
+    received["world"] = shoal.world_size() if strategy != "plain" else 1
+    print(f"told {json.dumps(received)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -587,7 +587,7 @@ class ServerProcess:
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """start(*flags, fresh=False, most_descriptors, **environment) -> ServerProcess"""
+    """Fixture `start(*flags, fresh=False, most_descriptors, **environment)`: a ServerProcess."""
     started: list[ServerProcess] = []
 
     def start_one(*flags: str, fresh: bool = False, **options: Any) -> ServerProcess:

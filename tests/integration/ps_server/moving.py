@@ -119,7 +119,7 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         with self._lock:
             return self.registered[index].address
 
-    def tell_members(self, generation: int, *member_ids: str) -> None:
+    def send_members(self, generation: int, *member_ids: str) -> None:
         with self._lock:
             self.members = (generation, member_ids)
             for index in self._outboxes:

@@ -23,7 +23,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.replication import standby as standby_module
 from shoal_ps_server.replication.items import FORMAT_VERSION
 from shoal_ps_server.replication.primary import Backup
-from shoal_ps_server.service import standing
+from shoal_ps_server.service import primary_place
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import PUSH, Replay
@@ -113,7 +113,7 @@ def in_sync(cluster: Cluster, following: Follower) -> None:
     assert report(cluster).in_sync
 
 
-def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(
+def test_a_stream_that_ends_while_the_journal_is_informed_of_it_holds_nobody_up(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = primary(cluster)
@@ -163,7 +163,7 @@ def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent
         assert not pushing.is_alive()
 
 
-def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(
+def test_whoever_waits_for_a_backup_is_asked_to_look_elsewhere_each_time_anew(
     cluster: Cluster,
 ) -> None:
     member = primary(cluster)
@@ -202,10 +202,10 @@ def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_
 def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         settings: dict[str, Any] = {
             "coordinator": other.address,
             "server_id": "b",
@@ -230,7 +230,7 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
 def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     primary(cluster)
     with follower(cluster) as following:
         in_sync(cluster, following)
@@ -250,7 +250,7 @@ def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_
 
 
 @contextmanager
-def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
+def asked_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
     """Yields a coordinator that makes server `b` follow the cluster's server."""
     other = ScriptedCoordinator()
     other.start()
@@ -286,7 +286,7 @@ def test_a_backup_that_cannot_make_a_change_copies_all_anew(
 
     monkeypatch.setattr(Replay, "make", fails_once)
     member = primary(cluster)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             coordinator=other.address,
@@ -327,7 +327,7 @@ def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
     data = cluster.directory / "b"
     data.mkdir()
     (data / damaged).write_bytes(b"nothing that it wrote")
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             until_serving=False,
@@ -347,7 +347,7 @@ def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
 
 def test_the_event_loop_of_a_backup_is_watched(cluster: Cluster) -> None:
     primary(cluster)
-    with told_to_follow(cluster) as other:
+    with asked_to_follow(cluster) as other:
         backup = Running(
             cluster.directory,
             until_serving=False,

@@ -112,7 +112,7 @@ def connections(cluster, transport: Transport) -> float:
 # ------------------------------------------------------------------------- which clients get one
 
 
-def test_one_machine_shares_memory_without_being_told_to(cluster) -> None:
+def test_one_machine_shares_memory_without_being_asked_to(cluster) -> None:
     cluster.trainable(cluster.server()).push(1.0)
     assert metric(cluster, 'shoal_ps_streams_total{method="Push",transport="memory"}') == 1
     assert connections(cluster, Transport.MEMORY) == 1

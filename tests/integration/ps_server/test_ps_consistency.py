@@ -237,7 +237,7 @@ def test_under_bsp_a_push_waits_until_all_have_read_what_it_changes(begin, clust
 
 
 @pytest.mark.parametrize("how", ["killed", "sends its leave message", "rests"])
-def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_said_farewell(
+def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_left(
     begin, cluster, how: str
 ) -> None:
     _, _, trainers = begin(BSP)

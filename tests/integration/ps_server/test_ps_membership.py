@@ -21,7 +21,7 @@ from shoal_common.errors import (
 )
 from shoal_common.formats.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.service import standing
+from shoal_ps_server.service import primary_place
 
 LONG = timedelta(seconds=30)
 
@@ -43,7 +43,7 @@ def test_a_member_works_on_in_its_old_generation_when_others_come_and_go(cluster
     assert {each.version for each in member.push(1.0)} == {2}
 
 
-def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
+def test_an_evicted_member_can_neither_push_nor_pull(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     out = cluster.member(client, "b")
@@ -61,7 +61,7 @@ def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
     assert client.get_server().pushes_applied == 3
 
 
-def test_a_push_that_is_under_way_when_its_member_is_put_out_is_not_applied(cluster) -> None:
+def test_a_push_that_is_under_way_when_its_member_is_evicted_is_not_applied(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     out = cluster.member(client, "b")
@@ -100,9 +100,9 @@ def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coord
     client = cluster.server()
     cluster.trainable(client)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(client.advance_clock, "job", "joiner", clock=0, generation=2)
+        received = pool.submit(client.advance_clock, "job", "joiner", clock=0, generation=2)
         cluster.coordinator.members(2, "a", "b", "joiner")
-        told.result(60)
+        received.result(60)
     cluster.coordinator.members(3, "a", "b")
     cluster.wait_until(
         lambda: set(client.get_server().clocks) == {"a", "b"}, "the server to hear of generation 3"
@@ -263,10 +263,10 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
     )
 
 
-def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(
+def test_before_the_coordinator_has_spoken_callers_are_asked_to_try_again(
     cluster, monkeypatch
 ) -> None:
-    monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
     cluster.coordinator.stop()
     cluster.coordinator.shard_map = None
     client = cluster.unregistered()

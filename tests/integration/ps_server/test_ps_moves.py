@@ -73,7 +73,7 @@ class Pair:
 
 @pytest.fixture
 def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
-    """start(*tensors, partition=) -> Pair"""
+    """Fixture `start(*tensors, partition=)`: a Pair."""
     with ExitStack() as stack:
 
         def started(
@@ -284,7 +284,7 @@ def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
     trainer.check()
 
 
-def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
+def test_clocks_are_not_sent_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
     """The giver refuses the clock until the member knows the server that has the copy. The member
     then sends its clock to that server too."""
     pair = start()
@@ -351,7 +351,7 @@ def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_coun
         if decided:
             coordinator.decide(report)
             eventually(lambda: pair.held(0) == {0, 2}, "the giver to know the new map")
-        coordinator.tell_members(2, "a", "b")
+        coordinator.send_members(2, "a", "b")
         with pytest.raises((UnavailableError, PreconditionError)) as refused:
             telling.result(60)
         assert refused.value.reason == refusal

@@ -53,9 +53,7 @@ def metric(process: ServerProcess, name: str) -> float:
     )
 
 
-def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
-    cluster, start, tmp_path
-) -> None:
+def test_metrics_report_the_disk_and_the_bound_that_workers_keep(cluster, start, tmp_path) -> None:
     process = start(*flags(cluster, "--data-dir", str(tmp_path / "data")))
     client = process.client()
     cluster.coordinator.registrations.get(timeout=30)
@@ -75,7 +73,7 @@ def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
 
 
 @pytest.mark.slow
-def test_metrics_and_the_log_tell_of_a_blocked_event_loop(cluster, start, tmp_path) -> None:
+def test_metrics_and_the_log_report_a_blocked_event_loop(cluster, start, tmp_path) -> None:
     process = start(
         *flags(cluster, "--data-dir", str(tmp_path / "data")),
         SHOAL_FAILPOINTS="journal.effect_made@1=hang",

@@ -74,7 +74,7 @@ def test_every_element_type_travels(cluster) -> None:
     assert (pulled[4].view(np.uint16) == 0xC000).all()
 
 
-def test_the_first_initializer_wins_and_the_others_are_told(cluster) -> None:
+def test_the_first_initializer_wins_and_the_others_are_informed(cluster) -> None:
     client = cluster.server()
     first, second = cluster.member(client, "a"), cluster.member(client, "b")
     assert not any(each.duplicate for each in first.initialize(np.ones(1)))
@@ -107,7 +107,7 @@ def test_a_stream_broken_halfway_can_be_sent_again(cluster) -> None:
     assert all((values == -1).all() for values in floats(member.pull()).values())
 
 
-def test_staleness_is_told(cluster) -> None:
+def test_staleness_is_reported(cluster) -> None:
     client = cluster.server()
     slow, fast = cluster.trainable(client), cluster.member(client, "b")
     for _ in range(3):
@@ -197,13 +197,13 @@ def test_a_pull_waits_for_first_values(cluster) -> None:
         assert (floats(waiting.result(30))[2] == 1).all()
 
 
-def test_an_onlooker_may_pull_in_any_generation(cluster) -> None:
+def test_a_reader_may_pull_in_any_generation(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     assert len(cluster.member(client, "", generation=0).pull()) == 3
 
 
-def test_metrics_tell_what_was_done(cluster, transport) -> None:
+def test_metrics_report_what_was_done(cluster, transport) -> None:
     import urllib.request
 
     client = cluster.server()
@@ -237,7 +237,7 @@ def test_metrics_tell_what_was_done(cluster, transport) -> None:
         assert line in text
 
 
-def test_a_server_that_was_never_told_of_the_tensors_says_so(cluster) -> None:
+def test_a_server_that_never_received_the_tensors_says_so(cluster) -> None:
     client = cluster.server()
     cluster.coordinator.shard_map, known = None, cluster.coordinator.shard_map
     with pytest.raises(ShoalError, match="no tensors were declared"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from shoal_worker.tensor_parallel import DropoutRandomness, TensorParallelPlan, parallelize
-from shoal_worker.tensor_parallel.plan import Share, cut
+from shoal_worker.tensor_parallel.split_plan import Share, cut
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

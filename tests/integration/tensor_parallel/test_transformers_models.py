@@ -45,10 +45,10 @@ def _train(family, model, optimizer):
 
 
 def _prompt(family):
-    told = batch(family, 9)
+    received = batch(family, 9)
     return {
-        "input_ids": told["input_ids"],
-        "attention_mask": torch.ones_like(told["attention_mask"]),
+        "input_ids": received["input_ids"],
+        "attention_mask": torch.ones_like(received["attention_mask"]),
         "max_new_tokens": NEW,
         "min_new_tokens": NEW,
         "do_sample": False,
@@ -81,7 +81,7 @@ def test_a_family_trains_split_over_two_ranks_as_in_one_process(family):
                 tensor,
                 rtol=0,
                 atol=TOLERANCE,
-                msg=lambda told, name=name: f"{name}: {told}",
+                msg=lambda received, name=name: f"{name}: {received}",
             )
 
 
@@ -177,8 +177,8 @@ def test_where_values_come_together_for_a_pass_generate_is_refused_with_the_way_
         model, optimizer = shoal.as_distributed(
             net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy
         )
-        told = batch("llama", 0)
-        model.train_step(told)
+        received = batch("llama", 0)
+        model.train_step(received)
         optimizer.step()
         with pytest.raises(PreconditionError, match=r"generate\(\) .*model\.clone\(\)\.generate"):
             model.generate(**_prompt("llama"))

@@ -20,7 +20,7 @@ DEADLINE_S = 200.0
 Alone = Callable[[str], tuple[dict[str, Any], Path]]
 
 
-def told(output: str) -> list[dict[str, Any]]:
+def received(output: str) -> list[dict[str, Any]]:
     """Returns the final states that the processes printed."""
     return [
         json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line
@@ -38,7 +38,7 @@ def finish(command: Any) -> list[dict[str, Any]]:
         status = None
     assert status == 0, command.stderr + command.stdout
     assert "fresh interpreters" not in command.stderr
-    return told(command.stdout)
+    return received(command.stdout)
 
 
 def run_alone(
@@ -60,7 +60,7 @@ def run_alone(
         timeout=DEADLINE_S,
     )
     assert ended.returncode == 0, ended.stderr
-    (result,) = told(ended.stdout)
+    (result,) = received(ended.stdout)
     return result
 
 

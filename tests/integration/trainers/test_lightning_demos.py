@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.trainers.runs import IN_TWO, Alone, finish, run_alone, runs_alone, told
+from tests.integration.trainers.runs import IN_TWO, Alone, finish, received, run_alone, runs_alone
 
 Shell = Any  # of tests/integration/conftest.py
 
@@ -79,7 +79,7 @@ def test_the_language_model_of_torchs_examples_survives_a_kill(
     assert command.wait() == 0, command.stderr + command.stdout
     assert "ended with SIGKILL; continuing" in command.stderr
     assert command.stdout.count("prepares data") == 1
-    assert [each["steps"] for each in told(command.stdout)] in (
+    assert [each["steps"] for each in received(command.stdout)] in (
         [expected["steps"]],
         [expected["steps"]] * 2,
     )

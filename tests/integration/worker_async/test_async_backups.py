@@ -142,7 +142,7 @@ def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_no
     check_ended_alike(running, worker, alone())
 
 
-def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(
+def test_a_backup_that_stalls_is_dropped_and_follows_anew_when_it_goes_on(
     cluster: Make, alone: Callable[[], Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
@@ -167,7 +167,7 @@ def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(
     check_ended_alike(running, worker, alone())
 
 
-def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_goes_on(
+def test_a_primary_that_stalled_past_its_lease_acknowledges_nothing_when_it_goes_on(
     cluster: Make, alone: Callable[[], Any]
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=1_000)
@@ -260,16 +260,16 @@ def test_without_a_backup_in_sync_a_primary_is_waited_for(
     check_ended_alike(running, worker, alone())
 
 
-def test_a_primary_that_is_told_to_end_hands_over(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: Callable[[], Any]) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
     worker.wait_step(4)
     pair.wait_in_sync()
-    before, told = pair.status(PRIMARY), pair.process(PRIMARY)
-    told.process.kill(signal.SIGTERM)
+    before, received = pair.status(PRIMARY), pair.process(PRIMARY)
+    received.process.kill(signal.SIGTERM)
     worker.go(4)
-    assert told.process.wait() == 0
+    assert received.process.wait() == 0
     pair.wait_replaced(before)
     worker.wait_step(12)
     worker.go(12)

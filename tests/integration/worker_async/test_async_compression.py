@@ -11,7 +11,7 @@ import shoal_worker.api as shoal
 import torch
 from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, UnavailableError
-from shoal_worker.compression.optimizer import GradientCompressionOptimizer
+from shoal_worker.compression.compressing_optimizer import GradientCompressionOptimizer
 from shoal_worker.elastic.session.session import Session
 from torch import nn
 

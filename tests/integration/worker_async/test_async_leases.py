@@ -40,9 +40,9 @@ def versions(running: AsyncCluster) -> set[int]:
 def assert_leaves(worker: Worker) -> None:
     """Sends SIGTERM and checks that the worker exits with status 0 within 20 s."""
     worker.process.kill(signal.SIGTERM)
-    told = time.monotonic()
+    received = time.monotonic()
     assert worker.process.wait() == 0, worker.process.said()
-    assert time.monotonic() - told < 20
+    assert time.monotonic() - received < 20
 
 
 @pytest.mark.parametrize("consistency", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])
@@ -101,7 +101,7 @@ def test_workers_train_on_while_the_coordinator_is_away(
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
+def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_asked_to(
     cluster: Make, coordinator_of_its_own: Coordinator
 ) -> None:
     running = cluster(coordinator=coordinator_of_its_own)
@@ -116,7 +116,7 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
     assert_leaves(worker)
 
 
-def test_a_worker_that_waits_for_a_server_leaves_when_it_is_told_to(cluster: Make) -> None:
+def test_a_worker_that_waits_for_a_server_leaves_when_it_is_asked_to(cluster: Make) -> None:
     running = cluster(servers=1)
     worker = running.start_worker(epochs=1, hold_at=[2])
     worker.wait_step(2)
@@ -130,7 +130,7 @@ def test_a_worker_that_waits_for_a_server_leaves_when_it_is_told_to(cluster: Mak
     assert_leaves(worker)
 
 
-def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_told_to(
+def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_asked_to(
     cluster: Make,
 ) -> None:
     running = cluster(servers=1)

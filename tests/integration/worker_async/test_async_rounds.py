@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(
     assert audit(running.records).exactly_once
 
 
-def test_a_worker_that_is_told_to_leave_within_a_round_pushes_it_first(cluster: Make) -> None:
+def test_a_worker_that_is_asked_to_leave_within_a_round_pushes_it_first(cluster: Make) -> None:
     running = cluster(together=2)
     leaving, staying = (
         running.start_worker(**TRAINING, hold_at=[STEPS + 1]),

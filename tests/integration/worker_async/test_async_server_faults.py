@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.record import audit
 
 from tests.integration.coordinator.harness import Coordinator
@@ -130,7 +130,7 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     worker.go(2)
-    assert worker.process.wait() == PUT_OUT  # not because of the script's error
+    assert worker.process.wait() == EVICTED  # not because of the script's error
     assert "parameter server 0" in worker.process.said()
     assert (
         "was unreachable for more than 0 s (server_timeout). Start it again with its data directory"

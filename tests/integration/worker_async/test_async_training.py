@@ -188,7 +188,7 @@ def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_tha
     assert audit(running.records).exactly_once
 
 
-def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_told_to(cluster: Make) -> None:
+def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_asked_to(cluster: Make) -> None:
     running = cluster(together=2)
     held = running.start_worker(epochs=1, options=BSP, hold_at=[1])
     leaving = running.start_worker(epochs=1, options=BSP)
@@ -275,7 +275,7 @@ def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster
     assert sum(worker.result()["steps"] for worker in (holding, idle)) < epochs
 
 
-def test_while_too_few_workers_are_left_the_others_stand_still(cluster: Make) -> None:
+def test_while_too_few_workers_are_left_the_others_wait(cluster: Make) -> None:
     running = cluster(together=2, min_workers=2)
     victim, survivor = (
         running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[2]),

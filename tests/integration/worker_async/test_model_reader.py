@@ -83,10 +83,10 @@ def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
             for name, value in model.gather_full_parameters().items()
         )
         with shoal.Client(channel) as client:
-            told = client.state_dict(running.job_id, timeout=timedelta(seconds=60))
+            received = client.state_dict(running.job_id, timeout=timedelta(seconds=60))
             servers = client.servers(running.job_id)
-        assert told.keys() == state.keys()
-        assert all(torch.equal(told[name], value) for name, value in state.items())
+        assert received.keys() == state.keys()
+        assert all(torch.equal(received[name], value) for name, value in state.items())
         assert sum(server.value_bytes for server in servers) == sum(
             value.nbytes for value in state.values()
         )

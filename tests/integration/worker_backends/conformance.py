@@ -377,9 +377,9 @@ def objects() -> None:
     everybodys: list[Any] = [None] * size
     dist.all_gather_object(everybodys, {"rank": rank, "padding": "x" * rank})
     assert [one["rank"] for one in everybodys] == list(range(size))
-    told = ["hello" if rank == 0 else None]
-    dist.broadcast_object_list(told, src=0)
-    assert told == ["hello"]
+    reported = ["hello" if rank == 0 else None]
+    dist.broadcast_object_list(reported, src=0)
+    assert reported == ["hello"]
 
 
 def sub_groups() -> None:

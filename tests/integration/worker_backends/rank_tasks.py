@@ -100,7 +100,7 @@ def survive(
     signals = RedisStore(url, prefix + ":signals", timeout=_PATIENCE)
     with group(url, prefix, rank, world_size) as backend:
         backend.all_reduce(torch.ones(1))
-        aborter = threading.Thread(target=_abort_when_told, args=(signals, backend))
+        aborter = threading.Thread(target=_abort_when_asked, args=(signals, backend))
         if abort_when_told:
             aborter.start()
         say(event="reducing")
@@ -127,7 +127,7 @@ def _reduce_until_failure(backend: GlooBackend) -> str:
             return str(error)
 
 
-def _abort_when_told(signals: RedisStore, backend: GlooBackend) -> None:
+def _abort_when_asked(signals: RedisStore, backend: GlooBackend) -> None:
     signals.get("abort")
     backend.abort("told to abort")
     signals.set("aborted", repr(time.time()))

@@ -32,16 +32,16 @@ def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(
         assert peer.stdout is not None
         assert raising.stderr is not None
         assert peer.stdout.readline() == "waits\n"
-        told = ""
+        received = ""
         for line in raising.stderr:
-            told += line
+            received += line
             if "finalizing" in line:
                 break
-        assert "finalizing" in told, told
+        assert "finalizing" in received, received
         peer.communicate("", timeout=_TIMEOUT_S)
-        told += raising.communicate("", timeout=_TIMEOUT_S)[1]
+        received += raising.communicate("", timeout=_TIMEOUT_S)[1]
         status = raising.returncode
-    assert status == 1, told
+    assert status == 1, received
 
 
 def test_a_script_that_closes_nothing_ends_without_a_traceback(

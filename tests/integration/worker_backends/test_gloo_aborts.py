@@ -202,7 +202,9 @@ def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_u
             handle.wait()
 
 
-def test_listeners_that_appear_meanwhile_are_told_from_gloos(form: Form, threads: Pool) -> None:
+def test_listeners_that_appear_meanwhile_are_distinguished_from_gloos(
+    form: Form, threads: Pool
+) -> None:
     enough = threading.Event()
 
     def open_listeners() -> None:

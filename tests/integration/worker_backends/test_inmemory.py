@@ -33,18 +33,18 @@ _LONG = timedelta(seconds=20)
 def _unmatched(*ranks: Callable[[], Any]) -> list[str]:
     """Returns each rank's error for mismatched collectives; `launch` raises only the
     first rank's."""
-    told: list[str] = [""] * len(ranks)
+    received: list[str] = [""] * len(ranks)
 
     def be_rank() -> None:
         try:
             ranks[dist.get_rank()]()
         except UnmatchedCollectiveError as error:
-            told[dist.get_rank()] = str(error)
+            received[dist.get_rank()] = str(error)
             raise
 
     with pytest.raises(UnmatchedCollectiveError):
         launch(be_rank, world_size=len(ranks), timeout=_LONG)
-    return told
+    return received
 
 
 # --- launch
@@ -259,24 +259,24 @@ def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
 def test_collectives_that_do_not_fit_together_raise_on_all_ranks_and_name_both(
     first: Callable[[], Any], second: Callable[[], Any], words: list[str]
 ) -> None:
-    for told in _unmatched(first, second):
+    for received in _unmatched(first, second):
         for word in words:
-            assert re.search(word, told)
+            assert re.search(word, received)
 
 
-def test_ranks_that_all_wait_for_each_other_are_told_so_at_once() -> None:
+def test_ranks_that_all_wait_for_each_other_are_reported_at_once() -> None:
     def receive() -> None:
         dist.recv(torch.empty(1), 0, tag=3)
 
-    for told in _unmatched(lambda: dist.all_reduce(torch.ones(1)), receive):
+    for received in _unmatched(lambda: dist.all_reduce(torch.ones(1)), receive):
         assert (
             "deadlock, all running ranks are waiting: rank 0 is waiting in "
-            "all_reduce(SUM, float32[1]) (collective 1 of group 0); " in told
+            "all_reduce(SUM, float32[1]) (collective 1 of group 0); " in received
         )
-        assert "rank 1 is waiting in recv(from rank 0, tag 3) of group 0" in told
+        assert "rank 1 is waiting in recv(from rank 0, tag 3) of group 0" in received
 
 
-def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> None:
+def test_collectives_on_two_groups_in_opposite_order_are_reported_at_once() -> None:
     def be_rank() -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         for group in groups if dist.get_rank() == 0 else reversed(groups):

@@ -40,9 +40,9 @@ for _ in loader.epochs(2):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-told = {
+received = {
     "at_top": at_top,
     "in_the_end": [shoal.is_joining(), shoal.rank(), shoal.world_size(), dist.get_rank(group)],
 }
 shoal.shutdown()
-(output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))
+(output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(received))

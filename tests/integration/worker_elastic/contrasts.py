@@ -31,5 +31,5 @@ for _ in loader.epochs(2):
         optimizer.step()
         optimizer.zero_grad()
 trained = {name: value.tolist() for name, value in model.full_state_dict().items()}
-told = {"trained": trained, "steps": loader.global_step, "world": shoal.world_size()}
-Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))
+received = {"trained": trained, "steps": loader.global_step, "world": shoal.world_size()}
+Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(received))

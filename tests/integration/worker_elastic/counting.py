@@ -47,18 +47,18 @@ for _ in loader.epochs(2):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         committed += bool(optimizer.step())
-        told = None
+        received = None
         if count_by == "every_steps":
-            told = shoal.evaluate(model, validation, correct, every_steps=EVERY)
+            received = shoal.evaluate(model, validation, correct, every_steps=EVERY)
             shoal.save_checkpoint(os.environ["CHECKPOINTS"], keep=99, every_steps=EVERY)
         elif (count_by == "enumerate" and i % EVERY == 0) or (
             count_by == "own count" and committed % EVERY == 0
         ):
-            told = shoal.evaluate(model, validation, correct)
+            received = shoal.evaluate(model, validation, correct)
         elif count_by == "plain save, enumerate" and i % EVERY == 0:
             shoal.save_checkpoint(os.environ["CHECKPOINTS"])
-        if told is not None:
-            evaluated.append([loader.global_step, told])
+        if received is not None:
+            evaluated.append([loader.global_step, received])
 state = model.full_state_dict()
 result = {
     "world": shoal.world_size(),

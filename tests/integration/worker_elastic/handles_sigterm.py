@@ -39,5 +39,5 @@ for _ in loader.epochs(10**6):
             break
     if loader.global_step >= last:
         break
-told = {"heard": heard, "steps": loader.global_step}
-(output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))
+received = {"heard": heard, "steps": loader.global_step}
+(output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(received))

@@ -96,15 +96,15 @@ def train(recipe: Recipe) -> dict[str, Any]:
             schedule.step()
             bytes_by_step.append(sum(_sent[before:]))
             if os.environ.get("EVALUATE"):
-                told = shoal.evaluate(model, validation, error)
+                received = shoal.evaluate(model, validation, error)
                 whole = model.full_state_dict()
                 if loader.global_step == CHECKPOINT_AT:
                     shoal.save_checkpoint(Path(os.environ["OUTPUT"], "checkpoints"))
                     model.save_model(Path(os.environ["OUTPUT"], "model"))
                 evaluations.append(
                     [
-                        told["error"],
-                        told["samples"],
+                        received["error"],
+                        received["samples"],
                         model.steps_in_round,
                         float(whole["0.weight"].sum()),
                     ]

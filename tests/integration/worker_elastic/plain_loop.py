@@ -38,9 +38,9 @@ for epoch in range(2):
         optimizer.zero_grad()
         if committed % 3 == 0:
             evaluated.append([committed, shoal.evaluate(model, loader, correct)])
-        told = shoal.evaluate(model, loader, correct, every_steps=4)
-        if told is not None:
-            evaluated.append(["every 4", told])
+        received = shoal.evaluate(model, loader, correct, every_steps=4)
+        if received is not None:
+            evaluated.append(["every 4", received])
 state = model.full_state_dict()
 result = {
     "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),

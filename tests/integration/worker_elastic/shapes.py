@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     checkpoints = Path(os.environ["OUTPUT"], "checkpoints")
     outcomes: list[bool] = []
     evaluations: list[Any] = []
-    told: list[bool] = []
+    received: list[bool] = []
     count = 0
     if shape in ("save", "preempted"):
         shoal.resume(checkpoints)
@@ -94,8 +94,8 @@ def main(arguments: Sequence[str]) -> None:
             (scaler.scale(loss) if shape == "scaler" else loss).backward()
         number = loader.global_step
         pace(Path(os.environ["OUTPUT"], "hold"), number, EPOCHS * STEPS)
-        if shape == "asks" and number == 5 and not told:  # before any rank closes the step
-            told.append(True)
+        if shape == "asks" and number == 5 and not received:  # before any rank closes the step
+            received.append(True)
             if os.environ["SHOAL_LOCAL_INDEX"] == "0":
                 with CoordinatorClient(
                     ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])

@@ -17,7 +17,7 @@ model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1
 loader = shoal.ElasticDataLoader(
     torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6
 )
-told = {}
+received = {}
 for _ in loader.epochs(1):
     for (x,) in loader:
         model(x).square().mean().backward()
@@ -30,8 +30,8 @@ for _ in loader.epochs(1):
         everyones = shoal.gather([step, shoal.rank()])
         named = shoal.broadcast(f"rank {shoal.rank()} at {step}")
         shoal.barrier()
-        told[step] = [total["ranks"], total["steps"].tolist(), everyones, named]
+        received[step] = [total["ranks"], total["steps"].tolist(), everyones, named]
         shoal.print_once("behind step", step)
 Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
-    json.dumps({"told": told})
+    json.dumps({"told": received})
 )

@@ -25,8 +25,8 @@ def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(
     joining, *ranks = survivor["at_top"]
     assert (joining, ranks) in ((False, [rank, 2, rank, rank, rank]) for rank in (0, 1))
     assert joiner["at_top"] == [True, -1, -1, -1, -1, -1]
-    for told in (survivor, joiner):
-        joining, rank, world_size, torchs_rank = told["in_the_end"]
+    for received in (survivor, joiner):
+        joining, rank, world_size, torchs_rank = received["in_the_end"]
         assert (joining, world_size, rank) == (False, 2, torchs_rank)
     assert {survivor["in_the_end"][1], joiner["in_the_end"][1]} == {0, 1}
 

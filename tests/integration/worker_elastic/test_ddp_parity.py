@@ -36,4 +36,4 @@ def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ranks_end_as_one_process_does(outcomes: list[dict[str, str]], name: str) -> None:
-    assert [told[name] for told in outcomes] == [""] * WORLD
+    assert [received[name] for received in outcomes] == [""] * WORLD

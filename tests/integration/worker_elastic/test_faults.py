@@ -91,14 +91,14 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(
 ) -> None:
     """Step 20 is the last of an epoch."""
     three.start(0)
-    three.start(1, SHOAL_FAILPOINTS=f"step.closed@{step}=lose")
+    three.start(1, SHOAL_FAILPOINTS=f"step.summed@{step}=lose")
     three.start(2)
     results = three.finish(0, 1, 2)
     assert len({r["lost"] for r in results}) == 1
     check_same_run(results, fault_free, three)
 
 
-def test_a_step_that_one_rank_never_sealed_is_lost_on_all(
+def test_a_step_that_one_rank_never_prepared_is_lost_on_all(
     three: Cluster, fault_free: dict[str, Any]
 ) -> None:
     three.start(0)
@@ -146,9 +146,9 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
 @pytest.mark.parametrize(
     ("joiner", "donor"),
     [
-        pytest.param("transfer.before_taking@1=kill", "", marks=pytest.mark.matrix),
+        pytest.param("transfer.before_request@1=kill", "", marks=pytest.mark.matrix),
         ("", "transfer.before_serving@1=kill"),
-        ("session.at_border@1=kill", ""),
+        ("session.at_boundary@1=kill", ""),
     ],
 )
 def test_a_join_that_fails_half_way_leaves_the_others_whole(
@@ -171,7 +171,7 @@ def test_a_join_that_fails_half_way_leaves_the_others_whole(
 @pytest.mark.parametrize(
     "failpoint", ["session.before_apply@15=stop", "session.after_commit@20=hang"]
 )
-def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
+def test_a_worker_that_hangs_is_evicted_and_the_others_go_on(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
 ) -> None:
     # A stopped process loses its lease; a process whose heartbeats continue is found by its peers'
@@ -191,7 +191,7 @@ def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
         check_same_run(results, fault_free, running)
 
 
-def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(
+def test_sigterm_drains_a_worker_at_a_step_boundary_without_a_lost_step(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
@@ -249,7 +249,7 @@ def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_it
         check_same_run(results, fault_free, three)
 
 
-def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
+def test_a_stopped_job_ends_its_loops_at_one_step_boundary(three: Cluster) -> None:
     with three.held():
         for index in range(3):
             three.start(index)

@@ -122,7 +122,7 @@ def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
     assert [differences(r, simulate(RECIPES[recipe], 2)) for r in results] == [{}, {}]
 
 
-@pytest.mark.parametrize("failpoint", ["reduction.completed@2=lose", "step.closed@2=lose"])
+@pytest.mark.parametrize("failpoint", ["reduction.completed@2=lose", "step.summed@2=lose"])
 def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
     zygote: Zygote, tmp_path: Path, failpoint: str
 ) -> None:

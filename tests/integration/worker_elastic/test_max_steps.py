@@ -45,9 +45,7 @@ def test_a_kill_and_a_join_change_neither_the_number_of_steps_nor_what_they_give
     assert {result["epochs_scheduled"] for result in results} == {alone["epochs_scheduled"]}
 
 
-def test_the_last_step_that_a_death_makes_void_is_taken_again(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_the_last_step_that_a_death_aborts_is_taken_again(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, **OPTIONS) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS=f"session.before_apply@{STEPS}=kill")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import shoal
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_elastic import mesh_train
@@ -129,7 +129,7 @@ def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model
     with cluster(
         zygote, tmp_path, min_workers=1, max_workers=2, script=SCRIPT, **settings
     ) as running:
-        start(running, 2, of_1="sharded.sealed@1=kill")
+        start(running, 2, of_1="sharded.prepared@1=kill")
         running.workers.pop(1).wait()
         running.start(2)
         results = running.finish(0, 2)
@@ -152,7 +152,7 @@ def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Pa
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "failpoint",
-    ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"],
+    ["sharded.prepared@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"],
 )
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "fsdp"])
 def test_replicas_outlive_a_rank_killed_at_any_moment(
@@ -168,7 +168,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
         start(running, 4, of_2=failpoint)
         if "in_operation" in failpoint:
             # the spare rank is in the operation too, and exits so that a launcher restarts it
-            assert running.workers.pop(3).wait() == PUT_OUT
+            assert running.workers.pop(3).wait() == EVICTED
             results = running.finish(0, 1)
         else:
             results = running.finish(0, 1, 3, may_end_well=True)
@@ -181,13 +181,13 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_axis", ["fsdp"])
-def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
+def test_a_committed_step_counts_on_the_rank_of_a_mesh_that_missed_the_commit_all_reduce(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(
         zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
     ) as running:
-        start(running, 4, of_1="step.closed@7=lose")
+        start(running, 4, of_1="step.summed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert len({result["lost"] for result in results}) == 1
     check_same_run(results, alone, running)
@@ -195,7 +195,7 @@ def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_clo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "zero2", "fsdp"])
-def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(
@@ -217,7 +217,7 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
     with hybrid_of_four(
         zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
     ) as running:
-        start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
+        start(running, 4, of_2="sharded.prepared@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)
 
 

@@ -64,7 +64,7 @@ def job(zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     coordinator.close()
 
 
-def test_peers_that_take_connections_are_told_from_those_that_do_not(
+def test_peers_that_take_connections_are_distinguished_from_those_that_do_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     there = StateDonor("127.0.0.1")
@@ -216,7 +216,7 @@ def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(
+def test_a_leave_does_not_hold_the_group_while_the_coordinator_is_away(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     membership = joined(job)
@@ -324,7 +324,7 @@ def real_link(job: Job, member_id: str, **more: Any) -> CoordinatorLink:
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: Job) -> None:
+def test_a_rank_that_was_kept_out_is_evicted_when_the_run_ends_without_it(job: Job) -> None:
     b, c = job.start("b", "c")
     link = real_link(job, "a")
     for number in (1, 2):
@@ -337,11 +337,11 @@ def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: J
         b.fail(number, suspects=[2])
         c.fail(number)
     eventually(lambda: job.phase_of("a") == "quarantined", "a to be kept out")
-    assert link.put_out is None
+    assert link.evicted is None
     b.leave(pb.Leave.REASON_FINISHED)
     with pytest.raises(PreconditionError, match="continued without this member"):
         link.wait_generation(after=2, timeout=60 * SECOND, mid_step=True)
-    assert link.put_out is not None
+    assert link.evicted is not None
     link.leave(LeaveReason.FAILED)
 
 

@@ -16,13 +16,13 @@ STEPS = 20
     ("missed", "killed", "strategy"),
     [
         pytest.param(
-            "step.closed@5=lose",
+            "step.summed@5=lose",
             "session.after_commit@5=kill",
             "ddp",
             id="one survivor missed its end",
         ),
         pytest.param(
-            "step.closed@5=lose", "step.closed@5=kill", "zero2", id="one survivor alone saw its end"
+            "step.summed@5=lose", "step.summed@5=kill", "zero2", id="one survivor alone saw its end"
         ),
         pytest.param(
             "reduction.completed@5=lose",

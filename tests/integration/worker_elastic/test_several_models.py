@@ -21,21 +21,21 @@ STEPS = 8 * EPOCHS
 
 MOMENTS = [
     "several_models.updated@10",
-    "several_models.sealed@10",
-    "several_models.closed@10",
+    "several_models.prepared@10",
+    "several_models.summed@10",
     "session.after_commit@10",
 ]
 QUICK = {
     ("ddp", "several_models.updated@10=kill"),
-    ("zero1", "several_models.closed@10=kill"),
+    ("zero1", "several_models.summed@10=kill"),
     ("zero2", "several_models.updated@10=kill"),
-    ("zero3", "several_models.sealed@10=kill"),
-    ("ddp", "several_models.closed@10=lose"),
-    ("zero3", "several_models.closed@10=lose"),
+    ("zero3", "several_models.prepared@10=kill"),
+    ("ddp", "several_models.summed@10=lose"),
+    ("zero3", "several_models.summed@10=lose"),
     ("zero2", "reduction.completed@16=lose"),
     ("tensor", "several_models.updated@10=kill"),
-    ("hybrid_zero2", "several_models.closed@10=lose"),
-    ("hybrid_fsdp", "several_models.closed@10=lose"),
+    ("hybrid_zero2", "several_models.summed@10=lose"),
+    ("hybrid_fsdp", "several_models.summed@10=lose"),
 }
 """Cases that always run; the others are part of `make parity`."""
 IN_PARTS = {
@@ -162,9 +162,9 @@ def test_another_replica_outlives_a_worker_killed_between_two_updates(
         [*IN_PARTS],
         [
             "reduction.completed@16",
-            "step.closed@16",
-            "several_models.sealed@10",
-            "several_models.closed@10",
+            "step.summed@16",
+            "several_models.prepared@10",
+            "several_models.summed@10",
         ],
     ),
 )
@@ -198,7 +198,7 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
     cases(
         "lose",
         ["ddp", "zero2", "zero3"],
-        ["reduction.completed@16", "several_models.sealed@10", "several_models.closed@10"],
+        ["reduction.completed@16", "several_models.prepared@10", "several_models.summed@10"],
     ),
 )
 def test_a_rank_that_lost_its_group_does_what_its_peers_did(
@@ -208,7 +208,7 @@ def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 
-@pytest.mark.parametrize("failpoint", ["step.closed@14=lose", "several_models.updated@10=kill"])
+@pytest.mark.parametrize("failpoint", ["step.summed@14=lose", "several_models.updated@10=kill"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str

@@ -44,8 +44,8 @@ def alone(
 def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running: Cluster) -> None:
     """Checks that survivors saw the same outcomes and ended with the state of the run without a
     fault."""
-    told = {str(result["outcomes"]) for result in results}
-    assert len(told) == 1, told
+    received = {str(result["outcomes"]) for result in results}
+    assert len(received) == 1, received
     for result in results:
         for name in ("steps", "count", "digest", "average", "lr", "scale", "evaluations"):
             assert result[name] == expected[name], name
@@ -80,14 +80,14 @@ def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends
         pytest.param("save", "ddp", marks=pytest.mark.matrix),
     ],
 )
-def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_a_step(
+def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_commit_all_reduce_of_a_step(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
 ) -> None:
     """State that is not registered: a scheduler, a moving average, a GradScaler, and a counter
     behind `if optimizer.step()`."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, SHOAL_FAILPOINTS="step.closed@6=lose" if index == 1 else "")
+            running.start(index, SHOAL_FAILPOINTS="step.summed@6=lose" if index == 1 else "")
         check_alike(running.finish(0, 1, 2), alone(shape, strategy), running)
 
 
@@ -122,7 +122,7 @@ def test_a_loop_left_by_break_ends_with_the_last_step_on_every_rank(
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="break", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(
-                index, SHOAL_FAILPOINTS=f"step.closed@{ALL - 3}=lose" if index == 0 else ""
+                index, SHOAL_FAILPOINTS=f"step.summed@{ALL - 3}=lose" if index == 0 else ""
             )
         check_alike(running.finish(0, 1, 2), alone("break", strategy), running)
 
@@ -147,7 +147,7 @@ def newest_step(running: Cluster) -> int:
         pytest.param("ddp", "stop", marks=pytest.mark.matrix),
     ],
 )
-def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(
+def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_step_boundary_and_save_together(
     zygote: Zygote, tmp_path: Path, strategy: str, shape: str
 ) -> None:
     """The script may save after the loop or in a `finally` around it."""
@@ -183,7 +183,7 @@ def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
+def test_a_death_after_the_jobs_last_step_boundary_leaves_all_shards_to_be_saved(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     """The survivors notice the death before they save."""
@@ -199,12 +199,12 @@ def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.matrix)])
-def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border(
+def test_a_stop_in_a_step_that_one_rank_misses_ends_all_at_one_step_boundary(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="asks", STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, SHOAL_FAILPOINTS="step.closed@7=lose" if index == 1 else "")
+            running.start(index, SHOAL_FAILPOINTS="step.summed@7=lose" if index == 1 else "")
         results = running.finish(0, 1, 2)
         assert (
             len({str(r["outcomes"]) for r in results}) == len({r["digest"] for r in results}) == 1

@@ -44,7 +44,7 @@ def test_three_workers_end_with_the_parameters_of_one(
 @pytest.mark.parametrize(
     ("strategy", "failpoint"),
     [
-        ("zero1", "sharded.sealed@15=kill"),
+        ("zero1", "sharded.prepared@15=kill"),
         pytest.param("zero2", "reduction.completed@15=kill", marks=pytest.mark.matrix),
         ("zero3", "session.before_apply@15=kill"),
         ("zero1", "session.after_apply@15=kill"),
@@ -81,7 +81,7 @@ def alone_with_adafactor(
     ("strategy", "failpoint"),
     [
         ("zero1", "session.after_apply@15=kill"),
-        pytest.param("zero2", "sharded.sealed@15=kill", marks=pytest.mark.matrix),
+        pytest.param("zero2", "sharded.prepared@15=kill", marks=pytest.mark.matrix),
         ("zero3", "session.in_operation@3=kill"),
         pytest.param("fsdp", "session.after_commit@40=kill", marks=pytest.mark.matrix),
     ],
@@ -137,7 +137,7 @@ def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
+def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:

@@ -34,7 +34,7 @@ def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Re
         yield running, line
 
 
-def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(
+def test_a_member_that_hears_of_the_stop_late_ends_at_the_step_boundary_of_the_others(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with third_is_deaf(zygote, tmp_path) as (running, line):
@@ -47,7 +47,7 @@ def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(
         same_end(running.finish(0, 1, 2))
 
 
-def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(
+def test_a_death_while_the_job_stops_lets_the_others_end_at_one_step_boundary(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with third_is_deaf(zygote, tmp_path) as (running, line):
@@ -68,7 +68,7 @@ def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(
     ],
     ids=["drain", "stop"],
 )
-def test_a_member_that_is_to_leave_before_its_first_state_stands_ends_well(
+def test_a_member_that_is_to_leave_before_its_first_state_is_complete_ends_well(
     zygote: Zygote, tmp_path: Path, ask: Callable[[Cluster], object]
 ) -> None:
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="4", MICRO="1") as running:
@@ -98,7 +98,7 @@ def test_a_joiner_after_the_last_step_ends_without_reporting_a_model_that_it_nev
 
 
 @pytest.mark.parametrize("waits_for", ["the coordinator", "others"])
-def test_a_member_that_is_told_to_leave_before_it_has_a_rank_ends_well(
+def test_a_member_that_is_asked_to_leave_before_it_has_a_rank_ends_well(
     zygote: Zygote, tmp_path: Path, waits_for: str
 ) -> None:
     with (

@@ -21,7 +21,7 @@ loader = shoal.ElasticDataLoader(
     torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6
 )
 group = shoal.process_group()
-told = {}
+received = {}
 refused = []
 for _ in loader.epochs(1):
     for (x,) in loader:
@@ -49,7 +49,7 @@ for _ in loader.epochs(1):
                 refused.append([step, changed.reason])
             else:
                 break
-        told[step] = [mean.item(), [each.tolist() for each in everyones], named.item(), objects]
+        received[step] = [mean.item(), [each.tolist() for each in everyones], named.item(), objects]
 Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
-    json.dumps({"told": told, "refused": refused})
+    json.dumps({"told": received, "refused": refused})
 )

@@ -138,7 +138,7 @@ def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(
     assert arrive(1, "b") == (name,)
 
 
-def test_two_live_processes_with_one_rank_are_told_apart(
+def test_two_live_processes_with_one_rank_are_distinguished(
     arrive: Callable[..., tuple[bytes, ...]],
 ) -> None:
     arrive(0, "a")

@@ -101,7 +101,7 @@ def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sen
         ("hybrid", {"data_parallel_strategy": "zero2", "elementwise_optimizer": True}, (2, 2)),
     ],
 )
-def test_what_a_rank_mirrors_is_told_from_what_it_holds(
+def test_what_a_rank_mirrors_is_distinguished_from_what_it_holds(
     strategy: str, options: dict[str, object], pieces: tuple[int, int]
 ) -> None:
     def rank() -> tuple[int, int]:

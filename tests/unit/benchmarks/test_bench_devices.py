@@ -60,7 +60,7 @@ def test_rows_of_devices_name_them_and_rows_of_the_host_do_not() -> None:
     assert HOST.lacking("it", 100) is None
 
 
-def test_each_system_on_devices_is_told_so_and_the_host_is_what_it_is_without(
+def test_each_system_on_devices_is_labelled_and_the_host_is_what_it_is_without(
     tmp_path: Path,
 ) -> None:
     words = Workload(log=tmp_path, ranks=2, width=4, batch=8, device="cuda").arguments()
@@ -95,7 +95,7 @@ def test_on_devices_shoal_and_torchs_own_take_part(tmp_path: Path) -> None:
     assert kill_recovery.NOTICED_S == GRACE_S
 
 
-def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_interface() -> None:
+def test_workers_that_share_a_gpu_are_reported_and_have_sizes_for_the_loopback_interface() -> None:
     devices = Devices(kind=SHARED, names=("one NVIDIA H100 that the workers share",) * 8)
     assert devices.for_cuda
     assert devices.flag == "cuda-shared"

@@ -201,7 +201,7 @@ def test_the_parts_of_a_recovery_add_up_to_its_pause(context: Context) -> None:
         assert sum(parts) == pytest.approx(float(row.cells["pause s"]), abs=0.01)
 
 
-def test_the_parts_of_a_recovery_are_told_apart_by_the_moments_of_a_worker() -> None:
+def test_the_parts_of_a_recovery_are_distinguished_by_the_moments_of_a_worker() -> None:
     moments = [
         Moment(time_ns=50, name=CONNECTED),  # the group that is lost
         Moment(time_ns=300, name=ENDED),

@@ -110,7 +110,7 @@ def test_a_row_whose_runs_failed_shows_why() -> None:
     assert shown.cells == {"runs": "0", "learning rate": "0.4"}
 
 
-def test_the_verdict_judges_asp_and_tells_the_others() -> None:
+def test_the_verdict_judges_asp_and_reports_the_others() -> None:
     rows = [
         *(system("ddp", [16.0]), system("local_sgd", [16.0], sync_every=4)),
         *(

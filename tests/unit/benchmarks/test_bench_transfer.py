@@ -14,7 +14,7 @@ from benchmarks.ps_transfer import Side
 POLLS = "import pathlib, sys\npathlib.Path(sys.argv[1]).touch()\nwhile True: pass"
 
 
-def test_a_system_that_polls_stands_still_until_its_turn(tmp_path: Path) -> None:
+def test_a_system_that_polls_stalls_until_its_turn(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     with Stage() as stage:
         polling = stage.start("polls", [sys.executable, "-c", POLLS, str(begun)])

@@ -10,7 +10,9 @@ import pytest
 from shoal_common.bulk import sockets
 
 
-def test_another_users_process_is_told_from_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_process_is_distinguished_from_ones_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         assert sockets.is_own_user(one)

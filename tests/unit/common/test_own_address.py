@@ -50,7 +50,7 @@ def test_an_address_in_brackets_is_one() -> None:
     assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).announced == FOREIGN
 
 
-def test_under_nat_another_address_is_told_than_is_listened_on() -> None:
+def test_under_nat_another_address_is_reported_than_is_listened_on() -> None:
     assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(
         announced=FOREIGN, bound="0.0.0.0"
     )

@@ -186,7 +186,7 @@ def test_a_bad_value_becomes_one_error_with_field_value_and_remedy(
     assert "\n" not in str(refused.value)
 
 
-def test_all_mistakes_are_told_at_once_and_unknown_arguments_too():
+def test_all_mistakes_are_reported_at_once_and_unknown_arguments_too():
     with pytest.raises(ConfigurationError) as refused:
         DemoSettings.load(lease="soon", wrokers=3)
     assert "lease='soon'" in str(refused.value)

@@ -123,7 +123,7 @@ def owed_by(rank: CompressedReduction, numel: int = NUMEL) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
-def test_unbiased_compressors_keep_no_state_unless_told_to(name):
+def test_unbiased_compressors_keep_no_state_unless_asked_to(name):
     ranks = reductions(made(name), 2)
     reduce_together(ranks, gradients(2))
     assert ranks[0].state_dict() == {}

@@ -87,7 +87,7 @@ def test_two_launchers_of_one_host_have_places_of_their_own() -> None:
     assert instances == ["h/x/0", "h/y/0"]
 
 
-def test_members_that_nobody_launched_are_told_apart() -> None:
+def test_members_that_nobody_launched_are_distinguished() -> None:
     one = member("a", launcher="")
     other = replace(one, identity=replace(one.identity, member_id="b", metrics_address="b:9"))
     assert len({labels["instance"] for labels in listed(one, other).values()}) == 2

@@ -86,7 +86,7 @@ def identity(name: str) -> Identity:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(seed: int) -> None:
+def test_the_member_that_hangs_is_evicted_and_those_that_wait_for_it_are_not(seed: int) -> None:
     random_ = random.Random(seed)
     run = Run(random_.randint(2, 6), random_)
     hung, *waiting = random_.sample(run.names, len(run.names))
@@ -97,7 +97,7 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
     reports_at = {name: times_out_at + random_.randrange(400) for name in waiting}
     first = min(reports_at, key=reports_at.__getitem__)
     offsets = {name: random_.randrange(BEAT_MS) for name in run.names}
-    put_out_at = None
+    evicted_at = None
     for run.ms in range(0, times_out_at + 2 * STALL_MS, 50):
         for name in run.names:
             if (run.ms + offsets[name]) % BEAT_MS < 50:
@@ -108,14 +108,14 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
         wake = next_wake_ms(run.state, run.ms - 50)
         if wake is not None and wake <= run.ms:
             run.happen()
-        if put_out_at is None and hung not in run.state.members:
-            put_out_at = run.ms
-    assert put_out_at is not None
-    assert put_out_at >= times_out_at
+        if evicted_at is None and hung not in run.state.members:
+            evicted_at = run.ms
+    assert evicted_at is not None
+    assert evicted_at >= times_out_at
     # The last movement is reported by the next heartbeat, at most one interval later. The check may
     # be as late.
     assert (
-        put_out_at
+        evicted_at
         <= max(times_out_at + Policy().timeout_settle_ms, hangs_at + STALL_MS + BEAT_MS)
         + 2 * BEAT_MS
     )

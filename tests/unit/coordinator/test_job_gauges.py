@@ -44,7 +44,7 @@ def test_ranks_that_hold_the_others_back_are_counted_until_they_keep_up() -> Non
     assert gauge(THREE_RANKS + ONE_IS_SLOW + ALL_ARE_QUICK, "stragglers") == 0
 
 
-def test_a_step_that_stands_is_1_until_steps_end_again() -> None:
+def test_a_stalled_step_is_1_until_steps_end_again() -> None:
     assert gauge(THREE_RANKS + ONE_IS_SLOW, "step_stands") == 0
     assert gauge(THREE_RANKS + ONE_IS_STUCK, "step_stands") == 1
     assert gauge(THREE_RANKS + ONE_IS_STUCK + ALL_ARE_QUICK, "step_stands") == 0
@@ -120,7 +120,7 @@ def test_places_of_servers_that_nobody_serves_or_that_no_backup_protects_are_cou
     assert gauge(text, "server_places_unprotected") == unprotected
 
 
-def test_a_failed_run_is_told_until_the_next_one_begins() -> None:
+def test_a_failed_run_is_reported_until_the_next_one_begins() -> None:
     failed = 'job min=1 max=1\nstart a\nat 5000\nexit a code=1 failure="ValueError"\n'
     assert gauge("job min=1 max=1\nstart a\n", "run_failed_timestamp_seconds") is None
     assert gauge(failed, "run_failed_timestamp_seconds") == 5

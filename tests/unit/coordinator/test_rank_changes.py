@@ -155,14 +155,14 @@ def test_what_follows_from_any_change_is_the_new_table() -> None:
         )
 
 
-def test_a_member_that_serves_its_state_elsewhere_is_told_anew() -> None:
+def test_a_member_that_serves_its_state_elsewhere_is_reported_anew() -> None:
     old = generation("ab")
     change = change_between(old, (old.ranks[0], replace(old.ranks[1], donor_address="elsewhere:1")))
     assert change is not None
     assert (change.removed, change.added) == ((1,), (1,))
 
 
-def test_more_than_is_worth_telling_is_asked_for() -> None:
+def test_more_than_is_worth_reporting_is_asked_for() -> None:
     ranks = tuple(rank(f"m{number}") for number in range(MOST_ADDED + 1))
     assert change_between(generation("a"), ranks) is None
 
@@ -303,7 +303,7 @@ def test_a_death_is_announced_to_a_large_world_in_less_than_two_hundred_bytes() 
     assert read[0].generation.most_local_ranks == 8
 
 
-def test_a_small_world_is_told_whole() -> None:
+def test_a_small_world_is_sent_in_full() -> None:
     announced = pb.MemberDirective.FromString(announcement(generation("abc"))(2))
     assert [each.member_id for each in announced.generation.ranks] == ["a", "b", "c"]
     assert announced.rank == 2
@@ -334,7 +334,7 @@ def test_who_has_worked_holds_state_also_after_its_place_is_gone() -> None:
     assert all(member.holds_state for member in job.state.members.values())
 
 
-def test_while_thousands_come_those_that_wait_are_not_told_again_with_each_of_them() -> None:
+def test_while_thousands_come_those_that_wait_are_not_notified_again_with_each_of_them() -> None:
     job = Job()
     job.state = job_created(
         JobSpec(job_id="j", min_workers=5000, max_workers=5000, join_grace_ms=0), RunId()

@@ -13,12 +13,12 @@ from shoal.launcher.workers.policy import (
     RestartPolicy,
     WorkerExit,
 )
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import EVICTED, PREEMPTED
 
 KILLED = ExitStatus.from_returncode(-signal.SIGKILL)
 RAISED = ExitStatus.from_returncode(1)
 DONE = ExitStatus.from_returncode(0)
-OUT = ExitStatus(PUT_OUT)
+OUT = ExitStatus(EVICTED)
 
 
 def ended(index: int, status: ExitStatus, *, unix_s: float = 0.0, message: str = "") -> WorkerExit:
@@ -83,7 +83,7 @@ class TestPlainScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [2]
 
-    def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_told_too(self) -> None:
+    def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_reported_too(self) -> None:
         story = policy()
         story.exited(ended(1, RAISED), elastic=False)
         story.exited(ended(0, RAISED), elastic=False)
@@ -98,7 +98,7 @@ class TestElasticScript:
         assert story.replaced(1) == 1
         assert story.replaced(0) == 0
 
-    def test_a_worker_that_was_put_out_is_replaced_like_one_that_a_signal_killed(self) -> None:
+    def test_a_worker_that_was_evicted_is_replaced_like_one_that_a_signal_killed(self) -> None:
         story = policy()
         assert story.exited(ended(1, OUT), elastic=True) is Action.REPLACE
         assert policy(max_restarts=0).exited(ended(1, OUT), elastic=True) is Action.NONE
@@ -233,13 +233,13 @@ class TestWhatIsKnownOfTheJob:
         story.heard(JobEnd.NONE)
         for index in range(3):
             story.exited(ended(index, DONE), elastic=True)
-        assert story.exit_code() == PUT_OUT
+        assert story.exit_code() == EVICTED
 
     def test_a_coordinator_that_cannot_be_asked_does_not_make_it_a_success(self) -> None:
         story = policy()
         for index in range(3):
             story.exited(ended(index, DONE), elastic=True)
-        assert story.exit_code() == PUT_OUT
+        assert story.exit_code() == EVICTED
 
     def test_a_worker_that_finished_knows_it_without_the_coordinator(self) -> None:
         story = policy()
@@ -292,13 +292,13 @@ class TestWhatIsKnownOfTheJob:
         (-40, 168, "signal 40"),
     ],
 )
-def test_exit_statuses_are_told_as_shells_do(returncode: int, code: int, text: str) -> None:
+def test_exit_statuses_are_reported_as_shells_do(returncode: int, code: int, text: str) -> None:
     status = ExitStatus.from_returncode(returncode)
     assert (status.code, str(status)) == (code, text)
 
 
 class TestStoppedJob:
-    @pytest.mark.parametrize(("fail_on_stop", "code"), [(False, 0), (True, PUT_OUT)])
+    @pytest.mark.parametrize(("fail_on_stop", "code"), [(False, 0), (True, EVICTED)])
     def test_it_is_unfinished_only_if_the_flag_says_so(self, fail_on_stop: bool, code: int) -> None:
         story = policy(fail_on_stop=fail_on_stop)
         story.heard(JobEnd.STOPPED)
@@ -332,6 +332,6 @@ def test_no_worker_is_replaced_on_a_machine_that_the_job_refuses_and_the_job_goe
     decided.refused = "its workers died 4 times"
     assert decided.exited(ended(0, status), elastic=True) is Action.NONE
     assert not decided.fails_job
-    assert decided.exit_code() == PUT_OUT
+    assert decided.exit_code() == EVICTED
     decided.heard(JobEnd.COMPLETED)
     assert decided.exit_code() == 0

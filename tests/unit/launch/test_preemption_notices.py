@@ -202,7 +202,7 @@ def test_auto_asks_nobody_and_says_nothing_on_a_machine_of_no_provider(tmp_path:
     assert watched.lines.empty()
 
 
-def test_a_service_that_stays_silent_is_told_once_and_so_is_its_return() -> None:
+def test_a_service_that_stays_silent_is_reported_once_and_so_is_its_return() -> None:
     with metadata_service("aws") as service:
         pages = service.pages
         service.provider = "azure"  # answers as somebody else

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import shoal
-from shoal.ray.plan import Plan
+from shoal.ray.run_plan import Plan
 from shoal_common.errors import ConfigurationError
 
 from tests.missing import pretend_missing

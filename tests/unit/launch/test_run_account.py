@@ -146,7 +146,7 @@ def test_a_loss_that_is_reported_after_the_last_step_belongs_to_the_last_point()
     assert (folded.at_ns, folded.loss, folded.loss_count, folded.samples_per_s) == (4, 2.5, 4, 5)
 
 
-def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(
+def test_a_loss_and_a_join_are_reported_with_their_pauses_and_the_step_from_which_it_went_on(
     run: Run,
 ) -> None:
     for name in "ab":
@@ -305,7 +305,7 @@ def test_only_workers_that_run_as_the_signal_comes_leave_because_of_it(run: Run)
     assert follower.account.changes.interrupted == {"b", "c"}
 
 
-def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:
+def test_a_lost_server_is_reported_with_its_pause_soon_after_the_beginning(run: Run) -> None:
     run.join("a")
     run.steps(1, 2, "a", generation=1)
     run.look()

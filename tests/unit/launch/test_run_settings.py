@@ -73,7 +73,7 @@ def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(
     assert parse_workers("gpu") == parse_workers("auto") == 4
 
 
-def test_a_torch_that_cannot_count_is_told_with_what_it_said(
+def test_a_torch_that_cannot_count_is_reported_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_that_sees("1 / 0", tmp_path, monkeypatch)

@@ -33,7 +33,7 @@ def test_the_cause_comes_first_with_its_traceback_and_what_follows_from_it_in_a_
     assert "Traceback" not in later
 
 
-def test_failures_that_were_made_up_for_are_told_apart_from_the_cause() -> None:
+def test_failures_that_were_made_up_for_are_distinguished_from_the_cause() -> None:
     text = failure_summary("train.py", [failure(1)], [failure(0, started_as=3)])
     assert (
         text.index("First failure")

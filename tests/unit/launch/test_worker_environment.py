@@ -45,7 +45,7 @@ def test_ranks_follow_the_node_and_the_index() -> None:
     }
 
 
-def test_several_workers_get_one_thread_each_unless_told_otherwise() -> None:
+def test_several_workers_get_one_thread_each_unless_set_otherwise() -> None:
     assert inherited({}, workers=2, local=True)["OMP_NUM_THREADS"] == "1"
     assert inherited({"OMP_NUM_THREADS": "4"}, workers=2, local=True)["OMP_NUM_THREADS"] == "4"
     assert "OMP_NUM_THREADS" not in inherited({}, workers=1, local=True)
@@ -63,7 +63,7 @@ def test_a_cluster_of_the_launchers_own_is_not_shown_addresses_that_other_machin
     assert given.items() <= inherited(given, workers=1, local=False).items()
 
 
-def test_torch_is_told_the_interface_where_nobody_has_said_another() -> None:
+def test_torch_is_given_the_interface_where_nobody_has_said_another() -> None:
     assert interface_variables({}, "eth1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",

@@ -15,7 +15,7 @@ from torch import nn
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8), data=st.data())
-def test_borders_are_the_best_of_all(sizes: list[int], data: st.DataObject) -> None:
+def test_stage_boundaries_are_the_best_of_all(sizes: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(sizes)))
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int]:

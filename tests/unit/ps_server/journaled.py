@@ -24,7 +24,7 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
 from shoal_ps_server.storage.journal import Journal
-from shoal_ps_server.storage.keeper import SnapshotKeeper
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 JOB, SERVER = "job", "server"
 ADAMW = {"lr": 0.1, "weight_decay": 0.01}

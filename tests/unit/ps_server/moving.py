@@ -18,8 +18,8 @@ from shoal_ps_server.consistency.clocks import Clocks
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.giving import Giver
-from shoal_ps_server.replication.taking import Receiver
+from shoal_ps_server.replication.transfer_sink import TransferSink
+from shoal_ps_server.replication.transfer_source import TransferSource
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.session import MoveOrder, incarnation
@@ -39,7 +39,7 @@ ORDER = MoveOrder(
     receiver_address="there:1",
     giver_incarnation=incarnation(),
 )
-MEMBERS = Members(generation=4, members=frozenset("abc"), put_out={"z": 2})
+MEMBERS = Members(generation=4, members=frozenset("abc"), evicted={"z": 2})
 
 
 def specs(make: Any) -> tuple[PartitionSpec, ...]:
@@ -68,7 +68,7 @@ def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
     )
 
 
-class GiverWithoutNetwork(Giver):
+class GiverWithoutNetwork(TransferSource):
     """Hands partitions over by calling `transfer`, which a test sets."""
 
     transfer: Callable[[MoveOrder, Callable[[], None]], Awaitable[str]] | None = None
@@ -91,7 +91,7 @@ class Moved:
         )
         self.of_coordinator = layout_of(make, index, moved=False)
         self.layouts = Layouts(current=server.layout, fetch=self._fetch, adopt=self._adopt)
-        self.receiver = Receiver(
+        self.receiver = TransferSink(
             job_id=JOB,
             shard=server.shard,
             moves=server.moves,
@@ -147,7 +147,7 @@ class Moved:
             moves.adopt(
                 layout,
                 before=before,
-                members=self.membership.fence.members | self.membership.fence.put_out.keys(),
+                members=self.membership.fence.members | self.membership.fence.evicted.keys(),
             )
             self.server.layout = layout
             self.layouts.becomes(layout)

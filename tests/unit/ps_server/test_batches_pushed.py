@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError
-from shoal_ps_server.shard.batches import Batches
+from shoal_ps_server.shard.finished_batches import Batches
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.image import Members
 
@@ -43,7 +43,7 @@ def test_runs_of_batches_of_two_servers_become_one() -> None:
 
 
 def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr("shoal_ps_server.shard.batches.MOST_RUNS", 3)
+    monkeypatch.setattr("shoal_ps_server.shard.finished_batches.MOST_RUNS", 3)
     batches = Batches()
     batches.add([10, 20, 30, 40, 41])
     assert 10 not in batches

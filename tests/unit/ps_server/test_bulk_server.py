@@ -188,7 +188,7 @@ def payload() -> bytes:
     )
 
 
-def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_free_again(
+def test_an_upload_that_stalls_is_reported_and_cut_off_and_its_memory_is_free_again(
     serving,
 ) -> None:
     async def scenario() -> None:

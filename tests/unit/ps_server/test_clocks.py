@@ -52,7 +52,7 @@ def test_a_silent_member_counts_from_the_start() -> None:
     assert not clocks.may_proceed("fast", ssp(0))
 
 
-def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
+def test_a_joiner_starts_where_the_slowest_is_however_it_counts() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.report("a", 0)
@@ -110,7 +110,7 @@ def test_the_largest_report_frees_all_others_for_good() -> None:
     assert (clocks.slowest, clocks.may_proceed("a", ssp(0))) == (7, True)
 
 
-def test_when_all_have_said_farewell_a_joiner_starts_where_the_slowest_was() -> None:
+def test_when_all_have_left_a_joiner_starts_where_the_slowest_was() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.report("a", 0)

@@ -331,7 +331,7 @@ def test_a_gradient_from_before_a_move_is_applied_as_it_came_and_the_next_is_com
     assert make.values(receiver).tolist() == [-0.75 - 0.25 * (1 + STRENGTH * -0.25)] * 6
 
 
-def test_after_a_crash_nothing_is_kept_for_members_that_had_been_put_out(make, tmp_path) -> None:
+def test_after_a_crash_nothing_is_kept_for_members_that_had_been_evicted(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             server.members = Members(generation=1, members=frozenset("ab"))
@@ -341,7 +341,7 @@ def test_after_a_crash_nothing_is_kept_for_members_that_had_been_put_out(make, t
             server.shard.note_pull(0, "b")
             await server.push(make.upload(torch.ones(6)))
             await server.snapshots.write()
-            server.members = Members(generation=2, members=frozenset("a"), put_out={"b": 2})
+            server.members = Members(generation=2, members=frozenset("a"), evicted={"b": 2})
             server.changes.members_changed()
             await server.push(make.upload(torch.ones(6), sequence=2))
 

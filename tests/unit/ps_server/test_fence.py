@@ -18,7 +18,7 @@ def test_a_change_of_membership_does_not_interrupt_a_member() -> None:
     assert fence.check("a", 1) is Verdict.ADMITTED
 
 
-def test_a_member_put_out_is_refused_in_every_generation_it_knows() -> None:
+def test_an_evicted_member_is_refused_in_every_generation_it_knows() -> None:
     fence = Fence()
     fence.learn(1, ["a", "b"])
     fence.learn(2, ["a"])
@@ -58,16 +58,16 @@ def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
     fence.learn(2, "bcd")
     assert fence.learn(3, "d").forgotten == frozenset("a")
     assert fence.learn(4, "da") == Change(joined=frozenset("a"))
-    assert fence.put_out == {"b": 4, "c": 4}
+    assert fence.evicted == {"b": 4, "c": 4}
 
 
-def test_members_that_another_server_knows_to_have_been_put_out_are_fenced_off_here() -> None:
-    fence = Fence.restored(generation=5, members="ab", put_out={"b": 4, "x": 5})
+def test_members_that_another_server_knows_to_have_been_evicted_are_fenced_off_here() -> None:
+    fence = Fence.restored(generation=5, members="ab", evicted={"b": 4, "x": 5})
     fence.remember(
-        Fence.restored(generation=4, members="abc", put_out={"b": 2, "y": 3, "x": 1, "a": 3})
+        Fence.restored(generation=4, members="abc", evicted={"b": 2, "y": 3, "x": 1, "a": 3})
     )
-    assert fence.put_out == {"y": 3, "a": 3, "c": 5, "b": 4, "x": 5}
-    assert list(fence.put_out)[-2:] == ["b", "x"]  # the oldest are forgotten first
+    assert fence.evicted == {"y": 3, "a": 3, "c": 5, "b": 4, "x": 5}
+    assert list(fence.evicted)[-2:] == ["b", "x"]  # the oldest are forgotten first
 
 
 @given(

@@ -104,7 +104,7 @@ def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -
     asyncio.run(scenario())
 
 
-def test_a_deadline_that_is_not_the_streams_is_told_as_what_it_is(made) -> None:
+def test_a_deadline_that_is_not_the_streams_is_reported_as_what_it_is(made) -> None:
     async def scenario() -> None:
         intake, _ = made(refusal=DeadlineError("GetShardMap took too long"))
 

@@ -324,7 +324,7 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
         async with opened(data) as server:
             await begun(server, make)
             server.members = Members(
-                generation=4, members=frozenset({"a"}), put_out={"b": 4, "c": 4}, slowest_clock=9
+                generation=4, members=frozenset({"a"}), evicted={"b": 4, "c": 4}, slowest_clock=9
             )
             server.changes.members_changed()
             steps = {0: 0, 3: 0}

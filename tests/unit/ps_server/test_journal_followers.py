@@ -158,7 +158,7 @@ def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_co
     run(test())
 
 
-def test_a_journal_that_gives_up_tells_who_waits_and_the_next_start_has_the_changes(
+def test_a_journal_that_gives_up_reports_who_waits_and_the_next_start_has_the_changes(
     make, tmp_path
 ) -> None:
     async def test() -> dict[int, Any]:

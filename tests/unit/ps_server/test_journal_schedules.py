@@ -94,7 +94,7 @@ def on(disk: Disk) -> Iterator[None]:
         patched.setattr(os, "pwritev", disk.pwritev)
         patched.setattr(os, "fdatasync", disk.fdatasync)
         patched.setattr(
-            "shoal_ps_server.storage.keeper.write_snapshot", disk.exclusive(write_snapshot)
+            "shoal_ps_server.storage.snapshot_keeper.write_snapshot", disk.exclusive(write_snapshot)
         )
         patched.setattr(
             DataDirectory,

@@ -19,7 +19,7 @@ EXTREME = st.sampled_from([0.0, 1e-45, -1e-30, 1e15, -1e17, 3e38, -3.4e38])
     st.lists(st.one_of(ORDINARY, EXTREME), max_size=50),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_no_magnitude_is_above_the_bound_and_large_ones_are_told_exactly(
+def test_no_magnitude_is_above_the_bound_and_large_ones_are_reported_exactly(
     values: list[float], dtype: torch.dtype
 ) -> None:
     tensor = torch.tensor(values, dtype=dtype)

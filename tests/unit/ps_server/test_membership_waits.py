@@ -86,7 +86,7 @@ def test_the_fast_wait_until_the_slow_have_come_up() -> None:
     asyncio.run(scenario())
 
 
-def test_the_fast_go_on_when_the_slow_are_put_out() -> None:
+def test_the_fast_go_on_when_the_slow_are_evicted() -> None:
     async def scenario() -> None:
         members = membership()
         members.learn(1, ["fast", "slow"])
@@ -113,7 +113,7 @@ def test_a_wait_for_the_slow_ends_at_its_deadline_and_says_by_how_much() -> None
     asyncio.run(scenario())
 
 
-def test_a_member_put_out_while_it_waits_is_told_so() -> None:
+def test_a_member_evicted_while_it_waits_receives_the_reason() -> None:
     async def scenario() -> None:
         members = membership()
         members.learn(1, ["fast", "slow"])
@@ -128,7 +128,7 @@ def test_a_member_put_out_while_it_waits_is_told_so() -> None:
     asyncio.run(scenario())
 
 
-def test_a_clock_of_one_just_put_out_is_ignored() -> None:
+def test_a_clock_of_a_member_just_evicted_is_ignored() -> None:
     members = membership()
     members.learn(1, ["a"])
     members.finished("gone", 3)
@@ -157,7 +157,7 @@ def test_a_push_of_bsp_is_let_in_when_the_last_member_brings_its_own() -> None:
     asyncio.run(scenario())
 
 
-def test_a_push_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
+def test_the_error_of_a_push_of_bsp_that_waits_too_long_names_the_slow_member() -> None:
     async def scenario() -> None:
         members = in_step("a", *(f"m{number}" for number in range(8)), push_wait=SHORT)
         members.clocks.follow(["a", *(f"new{number}" for number in range(7))])
@@ -172,7 +172,7 @@ def test_a_push_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pull_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
+def test_the_error_of_a_pull_of_bsp_that_waits_too_long_names_the_slow_member() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         members.finished("a", 1)
@@ -185,7 +185,7 @@ def test_a_pull_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
     asyncio.run(scenario())
 
 
-def test_a_member_put_out_while_its_push_waits_is_told_so() -> None:
+def test_a_member_evicted_while_its_push_waits_receives_the_reason() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         push = asyncio.create_task(members.let_in("a", 1, 1))
@@ -197,7 +197,7 @@ def test_a_member_put_out_while_its_push_waits_is_told_so() -> None:
     asyncio.run(scenario())
 
 
-def test_pushes_that_wait_when_the_server_stops_are_told_to_try_again() -> None:
+def test_pushes_that_wait_when_the_server_stops_are_asked_to_try_again() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         push = asyncio.create_task(members.let_in("a", 1, 1))
@@ -211,7 +211,7 @@ def test_pushes_that_wait_when_the_server_stops_are_told_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("mode", [ConsistencyMode.SSP, ConsistencyMode.BSP])
-def test_who_waits_for_others_is_told_when_its_partition_leaves(make, mode) -> None:
+def test_who_waits_for_others_is_notified_when_its_partition_leaves(make, mode) -> None:
     async def test() -> None:
         membership = Membership(fence=Fence(), clocks=Clocks())
         membership.consistency = Consistency(mode=mode)

@@ -59,7 +59,7 @@ def cuts(path: Path, tmp_path: Path) -> list[tuple[int, Recovered]]:
 def after_the_decision(recovered: Recovered, make: Any, index: int, *, moved: bool) -> Shard:
     """Tells a recovered server how the move ended and returns its shard."""
     layout = layout_of(make, index, moved=moved)
-    members = recovered.members.members | recovered.members.put_out.keys()
+    members = recovered.members.members | recovered.members.evicted.keys()
     recovered.moves.adopt(layout, before=recovered.layout, members=members)
     recovered.moves.settle(1)
     return recovered.shard

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from shoal_common.errors import PreconditionError, ShoalError, UnavailableError
-from shoal_ps_server.replication.giving import NotTaken
+from shoal_ps_server.replication.transfer_source import NotTaken
 from shoal_ps_server.session import MoveOrder
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.moves import Moves

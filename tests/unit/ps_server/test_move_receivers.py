@@ -17,7 +17,7 @@ from shoal_common.errors import (
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency
 from shoal_ps_server.consistency.fence import Fence
-from shoal_ps_server.replication.giving import NotTaken
+from shoal_ps_server.replication.transfer_source import NotTaken
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.shard.shard import Shard
 from shoal_ps_server.storage.directory import DataDirectory
@@ -122,13 +122,13 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
             clocks.open(5)
             # clocks by which a joiner is placed on each server
             clocks.has_pushed("b")
-            fence = Fence.restored(generation=4, members="abc", put_out={"z": 2, "a": 1})
+            fence = Fence.restored(generation=4, members="abc", evicted={"z": 2, "a": 1})
             giver.server.members = Members.of(fence, clocks)
             giver.server.shard.add_batches([(50, 60)])
             await giver.hand_over(receiver)
             mine = receiver.membership.clocks
             assert (mine.members, mine.slowest, mine.opened) == (clocks.members, clocks.slowest, 5)
-            assert receiver.membership.fence.put_out == {"z": 2, "a": 1}
+            assert receiver.membership.fence.evicted == {"z": 2, "a": 1}
             assert 55 in receiver.server.shard.batches
             await receiver.settle(moved=True)
             await giver.settle(moved=True)
@@ -192,7 +192,7 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
                 clocks.report("a", 1)
                 clocks.report("a", 1 + clock)
                 giver.server.members = Members.of(
-                    Fence.restored(generation=4, members="abc", put_out={}), clocks
+                    Fence.restored(generation=4, members="abc", evicted={}), clocks
                 )
 
             def receivers() -> int:

@@ -15,7 +15,7 @@ from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import Partition
-from shoal_ps_server.shard.runs import PartitionOptimizer
+from shoal_ps_server.shard.run_optimizer import PartitionOptimizer
 from torch import nn
 
 NAMES = ("a", "b", "c", "d", "e", "f")

@@ -17,7 +17,7 @@ from shoal_protos.v1 import coordinator_pb2
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import PartitionSpec, Piece, layout_from_shard_map
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
-from shoal_ps_server.shard.runs import PartitionOptimizer
+from shoal_ps_server.shard.run_optimizer import PartitionOptimizer
 
 CASES = [
     ("sgd", {}, lambda p: torch.optim.SGD(p, lr=0.1)),

@@ -28,7 +28,7 @@ def test_the_first_values_win(make) -> None:
     assert make.values(shard).tolist() == [1.0] * 6
 
 
-def test_a_push_raises_the_version_and_tells_its_staleness(make) -> None:
+def test_a_push_raises_the_version_and_reports_its_staleness(make) -> None:
     shard = make.shard()
     assert shard.push(make.upload(torch.ones(6), member="a")).version == 2
     late = shard.push(make.upload(torch.ones(6), member="b", base_version=1))
@@ -192,7 +192,7 @@ def test_readers_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones
     assert fourth.take(24).nbytes == fifth.take(24).nbytes == 24
 
 
-def test_what_a_reader_was_told_to_follow_can_be_taken_also_when_the_rest_is_given_up() -> None:
+def test_what_a_reader_was_asked_to_follow_can_be_taken_also_when_the_rest_is_given_up() -> None:
     values, copies = torch.arange(6.0), Copies(limit=24)
     reading = Reading(values, version=1)
     expected = bytes(reading.rest)

@@ -63,7 +63,7 @@ def image(make) -> ServerImage:
         membership=Members(
             generation=7,
             members=frozenset({"a", "b"}),
-            put_out={"c": 6, "b": 5},
+            evicted={"c": 6, "b": 5},
             clocks=CLOCKS,
             slowest_clock=10,
         ),
@@ -78,7 +78,7 @@ def image(make) -> ServerImage:
 
 def assert_same(left: ServerImage, right: ServerImage) -> None:
     assert left.state == right.state
-    assert list(left.state.membership.put_out) == list(right.state.membership.put_out)
+    assert list(left.state.membership.evicted) == list(right.state.membership.evicted)
     assert len(left.partitions) == len(right.partitions)
     for one, other in zip(left.partitions, right.partitions, strict=True):
         for field in ("spec", "version", "sequences", "batches", "left"):

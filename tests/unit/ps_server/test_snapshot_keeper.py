@@ -15,8 +15,8 @@ from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.directory import DataDirectory
 from shoal_ps_server.storage.image import Members, ServerState
-from shoal_ps_server.storage.keeper import SnapshotKeeper
 from shoal_ps_server.storage.moves import Moves
+from shoal_ps_server.storage.snapshot_keeper import SnapshotKeeper
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:

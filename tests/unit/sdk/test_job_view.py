@@ -52,7 +52,7 @@ def member(rank: int, *, note: str = "", **progress: Any) -> pb.MemberStatus:
     )
 
 
-def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
+def test_a_stalled_step_is_explained_above_the_ranks_that_wait() -> None:
     why = (
         "generation 1 has stalled at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 "
         "(h1), no heartbeat for 13 s"
@@ -232,7 +232,7 @@ def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_non
     assert "server-0" in shown(job, width=55)
 
 
-def test_a_loss_that_nobody_told_is_none() -> None:
+def test_a_loss_that_nobody_reported_is_none() -> None:
     silent, reporting = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j"), members=[silent, reporting, pb.MemberStatus(member_id="new")]

@@ -120,7 +120,7 @@ def test_optimizers_are_there_with_their_methods(subtests: pytest.Subtests) -> N
             has(kind, *OPTIMIZER_METHODS)
 
 
-def test_every_strategys_optimizer_goes_on_with_other_ranks_and_tells_of_them() -> None:
+def test_every_strategys_optimizer_goes_on_with_other_ranks_and_reports_them() -> None:
     for name in strategies.names():
         _, kind = strategies.find(name)
         assert issubclass(kind, shoal.ElasticOptimizer), name

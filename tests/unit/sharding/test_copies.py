@@ -29,7 +29,7 @@ from shoal_worker.sharding.resharding import (
     newest_of,
     rows_of,
 )
-from shoal_worker.sharding.whole_vectors import copy_singles
+from shoal_worker.sharding.unsharded_vectors import copy_singles
 
 
 def holders_of(
@@ -87,7 +87,7 @@ def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
         holders_of(4, gone=[1, 2])
 
 
-def test_where_nobody_has_told_of_a_shard_all_are_lost() -> None:
+def test_where_nobody_has_reported_a_shard_all_are_lost() -> None:
     with pytest.raises(ShardsLostError, match="no rank holds any shard"):
         holders_of(2, gone=[0, 1])
 
@@ -123,7 +123,7 @@ def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
     assert holders_of(3, gone=[0, 1], copies=[(0, 2)]).sources()[0] == [2]
 
 
-def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
+def test_what_a_rank_holds_and_copies_of_one_cut_are_reported_as_one() -> None:
     own = RankShards(
         cut=division_cut(Division(world_size=4, shards=4), 2, 3),
         vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}],

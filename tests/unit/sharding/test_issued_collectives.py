@@ -57,7 +57,7 @@ def train(
     return model.full_state_dict()
 
 
-def test_ranks_that_visit_blocks_in_other_orders_are_told_so() -> None:
+def test_ranks_that_visit_blocks_in_other_orders_are_reported() -> None:
     with pytest.raises(PreconditionError, match="all blocks in the same order") as caught:
         shoal.launch(
             lambda: train([(0, 1, 2), (1, 0, 2)], shifted=[True, True], strategy="zero3"),

@@ -165,7 +165,7 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
             assert own.state.assemble(LocalChannel())["model"][key].equal(value)
 
 
-def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
+def test_after_a_failed_resharding_a_rank_keeps_the_layout_that_the_next_one_can_be_made_from() -> (
     None
 ):
     """After a failed resharding, a rank keeps its old cut, so the next resharding can start from

@@ -112,7 +112,7 @@ def test_a_model_on_meta_has_the_plan_of_one_with_values():
     assert make_plan(NanoGpt(), 2) == make_plan(valued, 2)
 
 
-def test_blocks_that_names_do_not_tell_are_found_by_tracing():
+def test_blocks_that_names_do_not_identify_are_found_by_tracing():
     plan = make_plan(
         Odd(), 2, minimum_parameter_group_size=0, example_inputs=(torch.zeros(1, 3, 16),)
     )

@@ -39,7 +39,7 @@ def test_a_driver_that_finds_its_port_taken_is_started_again(
     assert port > 0
 
 
-def test_one_that_never_listens_is_told_with_what_it_said(
+def test_one_that_never_listens_is_reported_with_what_it_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_first_on_path(tmp_path / "bin", SAYS_TAKEN, monkeypatch)

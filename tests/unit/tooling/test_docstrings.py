@@ -1,5 +1,5 @@
-"""Docstrings can be read alone: none begins with a relative clause, in the middle of a sentence, or
-only refers to another docstring.
+"""Docstrings can be read alone: none begins with a relative clause, in the middle of a sentence,
+only refers to another docstring, or breaks off without a full stop.
 
 Attribute docstrings, which are string expressions after an assignment, count as well. The docstring
 of a flag begins with "True if", that of a function which returns one with "Returns whether".
@@ -32,6 +32,7 @@ _CLAUSE = re.compile(
     r"(What|Whether|Where|How|Who|Whom|Whose|Which|When|Why|Whatever|Whoever|Wherever|While|If|Because"
     r"|That|Those|Of|As|Any) "
 )
+_END = re.compile(r"[.:!?)`\"|]$")
 _REFERENCE = re.compile(r"See (`[^`]+`|[\w.]+|the \w+)([.:]|$)")
 
 
@@ -46,8 +47,9 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def _is_faulty(text: str) -> bool:
-    """Returns whether a docstring begins in one of the ways described in the module's docstring."""
-    return bool(_CLAUSE.match(text) or _REFERENCE.match(text))
+    """Returns whether a docstring has one of the faults described in the module's docstring."""
+    first = text.partition("\n\n")[0]
+    return bool(_CLAUSE.match(text) or _REFERENCE.match(text) or not _END.search(first))
 
 
 @pytest.mark.parametrize("folder", _FOLDERS)
@@ -61,8 +63,8 @@ def test_docstrings_can_be_read_alone(folder: str) -> None:
             if _is_faulty(text):
                 found.append(f"{file.relative_to(_ROOT)}:{docstring.lineno}: {text[:60]}")
     assert not found, (
-        "begin with a verb in the third person (Returns ..., Checks ...) or with a noun:\n"
-        + "\n".join(found)
+        "begin with a verb in the third person (Returns ..., Checks ...) or with a noun, and end "
+        "with a full stop:\n" + "\n".join(found)
     )
 
 
@@ -76,6 +78,7 @@ def test_docstrings_can_be_read_alone(folder: str) -> None:
         ("Of a step.", True),
         ("Returns whether the rank is alive.", False),
         ("Number of ranks; see `Engine`.", False),
+        ("Number of ranks", True),
     ],
 )
 def test_the_check_itself(text: str, faulty: bool) -> None:

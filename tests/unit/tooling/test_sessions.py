@@ -119,7 +119,7 @@ over
     assert follow(tmp_path, page).printed[-1][1] == "over\n"
 
 
-def test_what_is_not_shown_or_fails_is_told_with_what_was_printed(tmp_path: Path) -> None:
+def test_what_is_not_shown_or_fails_is_reported_with_what_was_printed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"was to print\nhello\n\nbut printed\nbye"):
         follow(tmp_path, "```console\n$ echo bye\nhello\n```\n")
     with pytest.raises(AssertionError, match="ended with status 3"):

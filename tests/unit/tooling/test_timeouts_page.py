@@ -78,7 +78,7 @@ SECONDS: Final[dict[str, list[float]]] = {
     "settling (`settle_ms`, `longest_settle_ms`)": policy("settle_ms", "longest_settle_ms"),
     "settling after a time-out (`timeout_settle_ms`)": policy("timeout_settle_ms"),
     "reconnecting (`reconnect_ms`)": policy("reconnect_ms"),
-    "step boundary (`border_patience_ms`)": policy("border_patience_ms"),
+    "step boundary (`boundary_patience_ms`)": policy("boundary_patience_ms"),
     "last step": [LAST_STEP_PATIENCE.total_seconds()],
     "a peer's disk": [shards._TIMEOUT.total_seconds()],
 }

@@ -167,7 +167,7 @@ def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(
     eventually(lambda: len(job.leased()) <= 25, f"few: {len(job.leased())}")
 
 
-def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJob, make) -> None:
+def test_a_worker_that_stalls_gives_back_what_it_has_not_begun(job: FakeJob, make) -> None:
     loop = Loop(make(0.3))
     for _ in range(10):
         loop.step()
@@ -181,9 +181,7 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
     eventually(lambda: len(job.leased()) > 5, "the next block")
 
 
-def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
-    job: FakeJob, make
-) -> None:
+def test_a_worker_that_waited_long_for_its_next_batch_did_not_stall(job: FakeJob, make) -> None:
     """A worker that waited long for its next batch keeps that batch. Otherwise all waiting workers
     would pass the last batches around forever."""
     loop = Loop(make(0.1))
@@ -223,7 +221,7 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
     assert job.leased() == ()
 
 
-def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
+def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_reported(job: FakeJob, make) -> None:
     """A loop's wait for a batch ends when the job is stopped, and the batch in the coordinator's
     late answer is returned."""
     loop = Loop(make(0.0))

@@ -111,7 +111,7 @@ def test_a_misspelled_backend_is_refused_though_none_is_used() -> None:
         check_configuration(ShardingConfiguration(), "glue")
 
 
-def test_the_servers_are_told_the_mode_and_the_bound() -> None:
+def test_the_servers_receive_the_mode_and_the_bound() -> None:
     assert AsyncOptions().message() == pb.Consistency(mode=pb.Consistency.MODE_ASP)
     assert AsyncOptions(consistency="ssp", staleness_bound=3).message() == pb.Consistency(
         mode=pb.Consistency.MODE_SSP, bound=3

@@ -12,7 +12,7 @@ from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS, OptimizerDecl
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import optimizer_settings
-from shoal_ps_server.shard.runs import PartitionOptimizer
+from shoal_ps_server.shard.run_optimizer import PartitionOptimizer
 from shoal_worker.parameter_servers.options import ServerOptimizer
 
 NADAM = OptimizerDeclaration(

@@ -103,7 +103,7 @@ def test_a_hostname_of_another_machine_is_refused() -> None:
         backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="192.0.2.1")
 
 
-def test_ranks_of_different_address_families_are_told_so() -> None:
+def test_ranks_of_different_address_families_are_reported() -> None:
     store = dist.HashStore()
 
     def connect(rank: int) -> str:
@@ -138,7 +138,7 @@ def test_a_backend_serves_one_group_only(alone: GlooBackend) -> None:
         alone.initialize(rank=0, world_size=1, store=dist.HashStore())
 
 
-def test_its_state_tells_where_it_is_in_its_life(alone: GlooBackend) -> None:
+def test_its_state_shows_where_it_is_in_its_life(alone: GlooBackend) -> None:
     assert (alone.rank, alone.world_size, alone.is_initialized) == (0, 1, True)
     assert (alone.process_group.rank(), alone.process_group.size()) == (0, 1)
     alone.shutdown()

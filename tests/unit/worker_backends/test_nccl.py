@@ -576,7 +576,7 @@ def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- connecting
 
 
-def test_two_ranks_on_one_device_are_told_on_both() -> None:
+def test_two_ranks_on_one_device_are_reported_on_both() -> None:
     ranks = Ranks(3, devices=[0, 1, 0])
     for refused in ranks.form():
         assert isinstance(refused, ConfigurationError)

@@ -66,7 +66,9 @@ def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quie
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_error_that_nccl_notices_behind_the_order_is_told_where_the_host_asks(seed: int) -> None:
+def test_an_error_that_nccl_notices_behind_the_order_is_reported_where_the_host_asks(
+    seed: int,
+) -> None:
     ranks = Ranks(2, seed)
     backends = ranks.form()
     tensors = [torch.ones(3), torch.ones(3)]
@@ -194,7 +196,7 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
+def test_a_caller_that_knows_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
     """Once a rank learns that its group has ended, no kernel writes to its tensors, even if another
     thread ended the group."""
     made = Groups(2, seed)

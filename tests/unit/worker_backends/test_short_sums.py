@@ -84,7 +84,7 @@ def test_a_rank_may_be_a_sum_ahead() -> None:
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(5)], ids=["fewer", "more"])
-def test_ranks_that_sum_different_things_are_told_so(other: torch.Tensor) -> None:
+def test_ranks_that_sum_different_things_are_reported(other: torch.Tensor) -> None:
     with connected(2) as (sums, threads):
         first, second = (
             threads.submit(sums[0].all_reduce, torch.ones(4)),

@@ -213,7 +213,7 @@ def test_a_writer_that_is_fenced_off_publishes_nothing(tmp_path, error):
     assert listing(tmp_path) == ["step-1"]
 
 
-def test_a_disk_that_fails_is_told_and_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_disk_that_fails_is_reported_and_leaves_what_was_there(tmp_path, monkeypatch):
     write(tmp_path, {"model": torch.ones(3)}, 1, keep=1)
 
     def full(*_args):
@@ -227,7 +227,7 @@ def test_a_disk_that_fails_is_told_and_leaves_what_was_there(tmp_path, monkeypat
     assert read_checkpoint(tmp_path / "step-1").state["model"].equal(torch.ones(3))
 
 
-def test_a_tensor_file_that_cannot_grow_is_told(tmp_path):
+def test_a_tensor_file_that_cannot_grow_is_reported(tmp_path):
     """A tensor file that cannot grow raises UnavailableError and leaves no checkpoint, although
     safetensors raises an exception of its own."""
     write(tmp_path, {"model": torch.ones(3)}, 1)

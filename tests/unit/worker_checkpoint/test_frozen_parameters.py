@@ -172,12 +172,12 @@ def test_shards_with_frozen_values_are_shared_by_later_runs_of_other_strategies(
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_reference_to_another_base_model_is_refused(tmp_path: Path, strategy: str) -> None:
     launch(strategy, tmp_path, ranks=2, epochs=1, frozen="reference")
-    told = (
+    received = (
         r"without the values of frozen parameter 'base\.weight': "
         r"they are float32 \[256, 256\] with digest [0-9a-f]{16}, but this process's model has "
         r"float32 \[256, 256\] with digest [0-9a-f]{16}; load the same base model before"
     )
-    with pytest.raises(CorruptDataError, match=told) as refused:
+    with pytest.raises(CorruptDataError, match=received) as refused:
         launch(strategy, tmp_path, ranks=2, epochs=2, seed=2)
     assert refused.value.reason == "BASE_MODEL_DIFFERS"
     with pytest.raises(CorruptDataError, match="has no values of it"):

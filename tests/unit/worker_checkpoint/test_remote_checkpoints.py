@@ -72,7 +72,7 @@ def upload(path: Path, *, keep: int = 2, fence: Callable[[], None] = lambda: Non
 
 
 @pytest.mark.parametrize("url", ["s3://b/run", "gs://b/run/", "az://b/run", "memory://b/run"])
-def test_a_url_is_told_from_a_path(url: str) -> None:
+def test_a_url_is_distinguished_from_a_path(url: str) -> None:
     assert is_url(url)
 
 

@@ -274,7 +274,7 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(
     "damage",
     ["a shard is missing", "a shard is another's", "the mark is missing", "the mark is cut"],
 )
-def test_what_is_not_complete_is_told(
+def test_what_is_not_complete_is_reported(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str
 ) -> None:
     damaged = tmp_path / saved[0].name
@@ -331,7 +331,7 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
         (_with_a_span_of_nothing, "is incomplete or invalid"),
     ],
 )
-def test_a_manifest_that_lies_is_told(
+def test_a_manifest_that_lies_is_reported(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], message: str
 ) -> None:
     damaged = tmp_path / saved[0].name
@@ -344,7 +344,7 @@ def test_a_manifest_that_lies_is_told(
         read_checkpoint(damaged)
 
 
-def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
+def test_where_there_is_none_that_is_reported(tmp_path: Path) -> None:
     with pytest.raises(shoal.ConfigurationError, match="there is no checkpoint"):
         shoal.load_full_state(tmp_path)
 
@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_i
     assert raised.value.failed_at <= noted_at[0]
 
 
-def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_told(
+def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_reported(
     tmp_path: Path,
 ) -> None:
     temporary = begin(tmp_path, INFO.step)
@@ -468,7 +468,7 @@ def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is
     assert raised.value.failed_at <= time.time()
 
 
-def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: Path) -> None:
+def test_whatever_keeps_a_rank_from_writing_its_shard_is_reported_at_once(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
     writer = CheckpointWriter()
@@ -486,7 +486,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
         writer.wait(timedelta(seconds=30))
 
 
-def test_ranks_whose_states_differ_are_told_when_they_save(tmp_path: Path) -> None:
+def test_ranks_whose_states_differ_are_reported_when_they_save(tmp_path: Path) -> None:
     with pytest.raises(
         shoal.UnavailableError,
         match="do not add up to tensor 'mine'; did the ranks register different state",

@@ -63,7 +63,7 @@ def test_a_relative_directory_is_that_of_the_call(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("call", ["save_checkpoint", "resume"])
-def test_ranks_that_name_different_directories_are_told_so(
+def test_ranks_that_name_different_directories_are_reported(
     strategy: str, call: str, tmp_path: Path
 ) -> None:
     def rank() -> None:
@@ -80,7 +80,7 @@ def test_ranks_that_name_different_directories_are_told_so(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_save_a_model_to_different_paths_are_told_so(
+def test_ranks_that_save_a_model_to_different_paths_are_reported(
     strategy: str, tmp_path: Path
 ) -> None:
     def rank() -> None:

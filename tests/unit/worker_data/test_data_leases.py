@@ -144,7 +144,7 @@ def test_a_failed_acknowledgement_at_the_end_is_logged_not_raised(alone, caplog)
     assert "could not be acknowledged" in caplog.text
 
 
-def test_a_finished_batch_is_told_again_when_the_call_failed(alone, coordinator):
+def test_a_finished_batch_is_reported_again_when_the_call_failed(alone, coordinator):
     loader = make(6)
     iterator = iter(loader)
     next(iterator)
@@ -162,7 +162,7 @@ def test_a_finished_batch_is_told_again_when_the_call_failed(alone, coordinator)
     assert coordinator.held[0].keys() == {1}
 
 
-def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on(
+def test_the_record_of_leased_batches_shows_how_often_each_sample_was_trained_on(
     members, coordinator, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))

@@ -173,7 +173,7 @@ def test_a_step_finished_after_the_loop_was_left_counts(session):
     assert loader.state_dict()["samples"] == 4
 
 
-def test_a_commit_without_a_step_is_a_bug_that_is_told(session):
+def test_a_commit_without_a_step_is_a_bug_that_is_reported(session):
     with pytest.raises(InternalError, match="loader"):
         loader_of().committed(session.placement)
 
@@ -181,7 +181,7 @@ def test_a_commit_without_a_step_is_a_bug_that_is_told(session):
 # ----------------------------------------------------------------------------------------- epochs()
 
 
-def test_epochs_starts_where_the_run_stands(session):
+def test_epochs_starts_where_the_run_is(session):
     first = loader_of(name="a")
     for epoch in first.epochs(3):
         run_epoch(first, session)
@@ -226,7 +226,7 @@ def test_a_joiner_with_a_plain_range_of_epochs_passes_over_those_before_the_curs
     assert len(joiner.session.calls_of("end_epoch")) == 2
 
 
-def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_joiners_are_fed(
+def test_members_move_their_cursor_to_a_new_epoch_before_joiners_receive_the_state(
     session,
 ):
     loader = loader_of()
@@ -361,7 +361,7 @@ def test_weight_fn_replaces_the_number_of_samples_and_leaves_the_total_open(sess
     assert (share.weight, share.total_weight) == (6.0, None)
 
 
-def test_weight_fn_with_micro_batches_tells_each_weight(session):
+def test_weight_fn_with_micro_batches_reports_each_weight(session):
     loader = loader_of(4, micro_batch_size=2, weight_fn=lambda batch: batch.sum())
     list(next(loader.steps()))
     share = session.calls_of("assign")[0][1]

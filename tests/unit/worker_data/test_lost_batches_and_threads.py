@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.child_processes import keep_socket_paths_short
 from shoal_worker.data.fetch import Fetcher, Request
 from torch.utils.data import Dataset
@@ -103,7 +103,7 @@ def test_the_death_of_a_helper_thread_ends_the_process_with_a_message(
     script = tmp_path / "script.py"
     script.write_text(FAILING)
     process = zygote.start("script", [str(script)], output=tmp_path / "log")
-    assert process.wait() == PUT_OUT
+    assert process.wait() == EVICTED
     assert [line for line in process.said().splitlines() if line.endswith("reported")] == [
         "somebody-elses reported"
     ]

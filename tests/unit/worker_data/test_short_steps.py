@@ -55,7 +55,9 @@ def test_a_stand_in_has_no_weight_by_a_weight_function_either() -> None:
     assert sums(2, weight_fn=lambda batch: 10.0 * len(batch[0]))[1] == 2 * 10.0 * len(ROWS)
 
 
-def test_a_rank_without_samples_is_told_once_how_to_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_samples_is_advised_once_how_to_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         sums(2)
     (warned,) = [

@@ -48,7 +48,7 @@ def test_what_a_stream_cannot_do_is_refused_by_name(session, make, options, name
         next(iter(loader_of(make(), **options).steps()))
 
 
-def test_a_stream_has_no_length_that_one_could_tell(session):
+def test_a_stream_has_no_length_that_could_be_known(session):
     loader = loader_of(Numbers(9))
     with pytest.raises(TypeError, match="no length"):
         len(loader)

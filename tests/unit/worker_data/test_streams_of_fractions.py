@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import shoal
 import torch
-from shoal_worker.data.streaming.fingerprints import Probe, tells_apart
+from shoal_worker.data.streaming.fingerprints import Probe, distinguishes
 from torch import nn
 
 ITEMS = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def train(splits: bool, sharded: bool, strategy: str = "ddp") -> int:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_one_that_splits_itself_is_told_of_in_the_first_step(
+def test_one_that_splits_itself_is_reported_in_the_first_step(
     sharded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert shoal.launch(train, False, sharded, world_size=2) == [8, 8]
@@ -81,7 +81,7 @@ def train_on_changed() -> int:
     return int(loader.global_step)
 
 
-def test_items_that_are_changed_at_random_are_no_difference_where_a_number_tells_them_apart(
+def test_items_that_are_changed_at_random_are_no_difference_where_a_number_distinguishes_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert shoal.launch(train_on_changed, world_size=2) == [4, 4]
@@ -99,8 +99,8 @@ def test_items_that_are_changed_at_random_are_no_difference_where_a_number_tells
         (np.zeros(0, dtype=np.int64), False),
     ],
 )
-def test_what_tells_an_item_from_others(item: Any, tells: bool) -> None:
-    assert tells_apart(item) is tells
+def test_what_distinguishes_an_item_from_others(item: Any, tells: bool) -> None:
+    assert distinguishes(item) is tells
 
 
 def test_where_steps_are_each_ranks_own_nothing_is_compared() -> None:

@@ -157,7 +157,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
     assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
-def test_ranks_that_call_different_things_are_told_so():
+def test_ranks_that_call_different_things_are_reported():
     def run(rank):
         with pytest.raises(shoal.PreconditionError, match="ranks diverged") as result:
             shoal.barrier() if rank == 0 else shoal.gather(rank)

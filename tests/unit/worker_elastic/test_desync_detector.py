@@ -96,7 +96,7 @@ def look(*ranks: Rank, waited_s: float = 2.0) -> None:
         rank.detector.look(time.monotonic() + waited_s)
 
 
-def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
+def test_the_errors_of_a_rank_in_an_operation_and_one_in_a_step_say_who_is_in_what(
     ranks: list[Rank],
 ) -> None:
     one, other = ranks
@@ -112,7 +112,7 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
     assert "every_steps=" in other.ended
 
 
-def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
+def test_ranks_that_have_issued_different_collectives_in_one_step_are_reported(
     ranks: list[Rank],
 ) -> None:
     """Ranks that have issued different collectives in one step are stopped. Here, one rank has
@@ -141,7 +141,7 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
     assert one.ended is other.ended is other.waiting.verdict is None
 
 
-def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
+def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_reported(ranks: list[Rank]) -> None:
     """The ranks are stopped if rank 0 ends the step while rank 1 omits `optimizer.step()` and sums
     further gradients."""
     one, other = ranks
@@ -252,7 +252,7 @@ def test_an_operation_behind_collectives_of_its_step_is_not_compared(ranks: list
     assert other.ended is other.waiting.verdict is None
 
 
-def test_at_a_border_nothing_is_compared(ranks: list[Rank]) -> None:
+def test_at_a_step_boundary_nothing_is_compared(ranks: list[Rank]) -> None:
     one, other = ranks
     with one.waiting, evaluating(other):
         look(one, other)

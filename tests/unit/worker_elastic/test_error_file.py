@@ -15,7 +15,7 @@ from shoal_common.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_worker.elastic.session.worker_process import is_consequence
 
 from tests.zygote.children import Zygote
@@ -74,7 +74,7 @@ def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_
         "RuntimeError('the step failed') from MembershipChanged('a peer has gone')",
         tmp_path,
     )
-    assert (status, "MembershipChanged: a peer has gone" in said) == (PUT_OUT, True)
+    assert (status, "MembershipChanged: a peer has gone" in said) == (EVICTED, True)
     assert not account.exists()
 
 
@@ -114,7 +114,7 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize("reason", ["RANKS_DIVERGED", "REPLICAS_DIVERGED"])
-def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(
+def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_reported_it(
     reason: str,
 ) -> None:
     verdict = PreconditionError("ranks diverged", reason=reason)

@@ -108,7 +108,7 @@ def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
     assert members[1].held.phase.holds_state
 
 
-def test_a_joiner_never_speaks_for_all_before_it_was_fed() -> None:
+def test_a_joiner_never_speaks_for_all_before_it_has_the_state() -> None:
     joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
     form([joiner, member], lambda m: m.formation.reform())
     assert not joiner.formation.is_first
@@ -122,7 +122,7 @@ def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
     assert not member.formation.is_first
 
 
-def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
+def test_ranks_at_different_loops_refuse_to_send_a_joiner_the_state() -> None:
     members = [
         Member(Model(5.0), state=NEW),
         Member(Model(5.0), state=NEW),

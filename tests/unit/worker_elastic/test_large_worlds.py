@@ -96,7 +96,7 @@ def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on
         assert generation.begins_run is begins
 
 
-def test_what_a_member_needs_to_form_its_group_is_told_and_nobody_is_asked() -> None:
+def test_what_a_member_needs_to_form_its_group_is_reported_and_nobody_is_asked() -> None:
     coordinator = Coordinator()
     generation = coordinator.announce(1, TABLE, None)
     assert (generation.rank, generation.world_size, generation.me.member_id) == (2, 6, "c")
@@ -180,7 +180,7 @@ def test_peers_of_a_generation_that_is_over_cannot_be_had() -> None:
         list(first.peers)
 
 
-def test_a_table_with_another_digest_than_was_told_is_not_taken() -> None:
+def test_a_table_with_another_digest_than_was_reported_is_not_taken() -> None:
     generation = Coordinator().announce(1, TABLE, None, digest=b"another's")
     with pytest.raises(UnavailableError, match="digest"):
         list(generation.peers)

@@ -58,9 +58,7 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
     assert rates[-1] < 10
 
 
-def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_for_its_peers() -> (
-    None
-):
+def test_a_ranks_time_at_work_is_distinguished_from_its_time_waiting_for_peers() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(10):
@@ -76,7 +74,7 @@ def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_fo
     assert reported.waiting_s == 0
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends() -> None:
+def test_a_step_that_takes_far_longer_than_those_before_is_reported_before_it_ends() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(40):
@@ -111,19 +109,21 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
         torch.tensor(0.25, requires_grad=True) * 1,
     ],
 )
-def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(reported: float | torch.Tensor) -> None:
+def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
+    reported: float | torch.Tensor,
+) -> None:
     metrics = WorkerMetrics()
     meter = ProgressMeter(metrics)
     assert math.isnan(meter.snapshot().loss)
-    meter.loss.tell(reported)
+    meter.loss.report(reported)
     assert meter.snapshot().loss == 0.25
     assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
 
 
-def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
+def test_a_reported_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
     meter = ProgressMeter(WorkerMetrics())
     running = torch.tensor(1.0)
-    meter.loss.tell(running)
+    meter.loss.report(running)
     running += 5
     assert meter.snapshot().loss == 1.0
 
@@ -142,7 +142,7 @@ def test_what_is_not_one_number_is_no_loss(reported: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): got .*; expected one number"
     ):
-        ProgressMeter(WorkerMetrics()).loss.tell(reported)
+        ProgressMeter(WorkerMetrics()).loss.report(reported)
 
 
 def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:

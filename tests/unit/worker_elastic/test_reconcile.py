@@ -40,10 +40,10 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_th
     None
 ):
     plan = reconcile([status((1, 6), outcomes=6), status((1, 5), doubt=(1, 6), outcomes=6)])
-    assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
+    assert (plan.committed, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
-def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
+def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_once() -> None:
     plan = reconcile(
         [
             status((1, 5), doubt=(1, 6), outcomes=6),
@@ -51,7 +51,7 @@ def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
             status((1, 5), doubt=(1, 6), outcomes=6),
         ]
     )
-    assert (plan.newest, plan.decided, plan.moving) == (StateName(1, 5), (), ())
+    assert (plan.newest, plan.committed, plan.moving) == (StateName(1, 5), (), ())
 
 
 def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_too() -> None:
@@ -59,7 +59,7 @@ def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_t
     assert (plan.moving, plan.outcomes) == ((1,), 7)
 
 
-def test_a_joiner_need_not_have_been_told_of_anything() -> None:
+def test_a_joiner_need_not_have_received_anything() -> None:
     assert reconcile([status((1, 6), outcomes=7), status(None, learner=True)]).moving == ()
 
 
@@ -80,7 +80,7 @@ def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_stat
         [status((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state]
     )
     assert plan.overtaken == (1, 2, 3)
-    assert (plan.behind, plan.moving, plan.decided) == ((), (), ())
+    assert (plan.behind, plan.moving, plan.committed) == ((), (), ())
 
 
 def test_a_rank_that_missed_the_return_to_a_checkpoint_is_behind_but_not_overtaken() -> None:
@@ -94,7 +94,7 @@ def test_a_later_generation_wins_over_a_higher_step() -> None:
     assert plan.behind == (0,)
 
 
-def test_a_spectator_takes_nothing_before_the_border_and_counts_for_nothing() -> None:
+def test_a_learner_takes_nothing_before_the_step_boundary_and_counts_for_nothing() -> None:
     plan = reconcile([status((1, 5)), status(None, learner=True)])
     assert plan.behind == ()
     assert plan.learners == (1,)
@@ -194,19 +194,19 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
 
 
 @given(statuses)
-def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(
+def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_lacks_state_learns_what_to_do(
     ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
     members = [r for r, s in enumerate(ranks) if not s.learner]
     assert set(plan.moving) <= set(members)
-    assert not set(plan.decided) & set(plan.behind)
-    assert not set(plan.overtaken) & {*plan.behind, *plan.decided, *plan.donors}
+    assert not set(plan.committed) & set(plan.behind)
+    assert not set(plan.overtaken) & {*plan.behind, *plan.committed, *plan.donors}
     if not plan.moving and not plan.overtaken:
         assert {ranks[r].outcomes for r in members} <= {plan.outcomes}
-        assert not plan.decided
+        assert not plan.committed
 
 
 @given(statuses)
-def test_standings_survive_the_wire(ranks: list[RankStatus]) -> None:
+def test_rank_statuses_survive_the_wire(ranks: list[RankStatus]) -> None:
     assert [RankStatus.decode(s.encode()) for s in ranks] == ranks

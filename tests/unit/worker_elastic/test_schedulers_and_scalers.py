@@ -17,7 +17,7 @@ def scheduler() -> torch.optim.lr_scheduler.StepLR:
     return lr
 
 
-def test_a_scheduler_does_not_advance_after_a_void_step() -> None:
+def test_a_scheduler_does_not_advance_after_an_aborted_step() -> None:
     registered, lr = RegisteredState(), scheduler()
     registered.register("lr", lr)
     registered.step_aborted()
@@ -143,7 +143,7 @@ def test_an_object_with_many_values_is_not_copied_in_each_step(
     )
 
 
-def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:
+def test_a_scaler_that_is_not_enabled_may_be_updated_after_an_aborted_step() -> None:
     registered, scaler = RegisteredState(), torch.amp.GradScaler("cpu", enabled=False)
     registered.register("scaler", scaler)
     registered.step_aborted()

@@ -36,7 +36,7 @@ def test_one_of_many_ranks_that_is_a_little_off_is_found(field: str) -> None:
 
 
 @pytest.mark.parametrize("off", [1, 2**20 - 6, 2**20, 2**39])
-def test_dealings_that_are_alike_in_most_digits_are_told_apart(off: int) -> None:
+def test_dealings_that_are_alike_in_most_digits_are_distinguished(off: int) -> None:
     assert not agree(
         summed([ScriptPosition("a", 1, 0, 0, 5)] * 999 + [ScriptPosition("a", 1, 0, 0, 5 + off)])
     )

@@ -119,7 +119,7 @@ def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_stil
     assert loader.global_step == 1
 
 
-def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(
+def test_an_update_that_raises_in_a_joiners_first_step_is_reported_by_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer, loader = start()

@@ -44,9 +44,9 @@ def waits(member: Member, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None
         raise DeadlineError("none")
 
     member.membership.await_generation = nothing_comes
-    member.membership.link.stands_by = lambda: None
+    member.membership.link.become_spare = lambda: None
     with pytest.raises(Drained):
-        member.formation.stand_by()
+        member.formation.wait_as_spare()
     member.donor.close()
 
 

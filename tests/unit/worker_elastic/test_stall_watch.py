@@ -72,7 +72,7 @@ def address(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(
+def test_a_collective_that_is_stalled_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(
     watched: Any,
 ) -> None:
     with listening() as there, listening() as gone:
@@ -89,7 +89,7 @@ def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_th
         group.all_gather_integers([0])
 
 
-def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(
+def test_a_stalled_collective_stays_stalled_while_all_peers_are_reached(
     watched: Any,
 ) -> None:
     with listening() as there:

@@ -75,7 +75,7 @@ def take_step(rank: SimpleNamespace) -> StepStatus:
     return status
 
 
-def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were_not(
+def test_a_rank_that_has_received_a_stop_takes_one_more_step_with_those_that_have_not(
     rank: SimpleNamespace,
 ) -> None:
     assert take_step(rank)
@@ -93,14 +93,14 @@ def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
     assert departure.stopped == "enough"
 
 
-def test_a_rank_that_was_not_told_stops_with_the_others(rank: SimpleNamespace) -> None:
+def test_a_rank_that_has_not_received_it_stops_with_the_others(rank: SimpleNamespace) -> None:
     rank.strategy.others = (1.0, 1.0)
     assert take_step(rank)
     with pytest.raises(StopTraining, match="stopped"):
         rank.steps.begin_step(None)
 
 
-def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: SimpleNamespace) -> None:
+def test_a_member_that_was_evicted_lets_go_of_its_group_and_says_why(rank: SimpleNamespace) -> None:
     assert take_step(rank)
     rank.link.refused = PreconditionError("its lease expired", reason="LEASE_EXPIRED")
     assert take_step(rank)

@@ -170,7 +170,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
     assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
-def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
+def test_a_rank_that_received_something_else_stops_the_call_on_all_ranks():
     def run(rank, group):
         if rank == 1:
             group._asked = (1, 4)  # the state after a fault

@@ -19,7 +19,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.tracking.delivery import Delivery
 from shoal_worker.tracking.sinks import Event, EventKind, Points, Report, TrackedRun
-from shoal_worker.tracking.tracker import Standing, changes
+from shoal_worker.tracking.tracker import SessionValues, changes
 from torch import nn
 
 from tests import mlruns, wandbruns
@@ -127,7 +127,7 @@ def train(style: str, sink: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("style", ["before step()", "after step()", "train_step"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_loss_belongs_to_the_step_that_it_was_told_for(style: str, every: int) -> None:
+def test_a_loss_belongs_to_the_step_that_it_was_reported_for(style: str, every: int) -> None:
     memory = Memory()
     train(style, memory, every_steps=every)
     due = [step for step in range(1, STEPS + 1) if step % every == 0]
@@ -137,13 +137,13 @@ def test_a_loss_belongs_to_the_step_that_it_was_told_for(style: str, every: int)
     assert (memory.opened, memory.closed) == ([1], [True])
 
 
-def test_a_loop_that_tells_no_loss_has_none() -> None:
+def test_a_loop_that_reports_no_loss_has_none() -> None:
     memory = Memory()
     train("not at all", memory, every_steps=1)
     assert "shoal/loss" not in memory.values
 
 
-def test_a_loss_told_every_few_steps_is_not_told_for_those_between() -> None:
+def test_a_loss_reported_every_few_steps_is_not_reported_for_those_between() -> None:
     memory = Memory()
     model, optimizer, loader = begin(memory, every_steps=1)
     for (x,) in loader:
@@ -294,12 +294,12 @@ def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
 
 
 def test_ranks_that_come_and_go_are_events() -> None:
-    two, three = Standing(1, 2, 0), Standing(2, 3, 0, newcomers=1)
+    two, three = SessionValues(1, 2, 0), SessionValues(2, 3, 0, newcomers=1)
     assert changes(two, three, step=5, last=None) == [
         (EventKind.JOIN, "1 rank(s) joined"),
         (EventKind.GENERATION, "generation 2: 3 ranks, previously 2"),
     ]
-    assert changes(three, Standing(3, 3, 1, newcomers=1), step=4, last=6) == [
+    assert changes(three, SessionValues(3, 3, 1, newcomers=1), step=4, last=6) == [
         (EventKind.RETURN, "steps 4 to 6 are repeated"),
         (EventKind.FAULT, "a fault aborted 1 step(s), which were repeated"),
         (EventKind.JOIN, "1 rank(s) joined"),

@@ -64,7 +64,7 @@ def test_a_state_arrives_bit_for_bit_from_any_number_of_donors(donors: int) -> N
         assert taken[name].dtype == offered[name].dtype
 
 
-def test_an_ipv6_donor_tells_an_address_that_peers_and_the_coordinator_can_read() -> None:
+def test_an_ipv6_donor_reports_an_address_that_peers_and_the_coordinator_can_read() -> None:
     donor = StateDonor("::1")
     assert parse_address(donor.address).host == "::1"
     with donor.offering({"x": 1}, NONCE):
@@ -170,7 +170,7 @@ def taken_from(*states: Any) -> Any:
         return take_state([donor.address for donor in donors], NONCE, timeout=TIMEOUT)[0]
 
 
-def test_peers_are_told_another_address_than_is_listened_on_where_they_reach_it_there() -> None:
+def test_peers_receive_another_address_than_is_listened_on_where_they_reach_it_there() -> None:
     donor = StateDonor("0.0.0.0", announced="203.0.113.7")
     host, _, port = donor.address.rpartition(":")
     assert host == "203.0.113.7"

@@ -211,7 +211,7 @@ def test_what_needs_processes_is_refused(options: dict[str, Any], message: str) 
         shoal.launch(functools.partial(distribute, **options), world_size=2)
 
 
-def test_ranks_that_train_the_same_module_are_told_to_make_their_own() -> None:
+def test_ranks_that_train_the_same_module_are_asked_to_make_their_own() -> None:
     net = nn.Linear(3, 1)
 
     def share() -> None:

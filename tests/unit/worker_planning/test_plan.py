@@ -14,10 +14,10 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.pipelining.schedule import training_schedule
-from shoal_worker.planning.passes import measure
 from shoal_worker.planning.pipeline_time import StageCosts, most_in_flight, play
 from shoal_worker.planning.plan import WIDTH
 from shoal_worker.planning.planner import RESERVE, plan
+from shoal_worker.planning.traced_passes import measure
 from shoal_worker.planning.units import parse_bytes, parse_flops, readable_bytes, readable_seconds
 from torch import nn
 

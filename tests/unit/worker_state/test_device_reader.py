@@ -160,7 +160,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_arrives(
     assert state_digest(host.state["optimizer"]) == state_digest(device.state["optimizer"])
 
 
-def test_a_device_that_fails_on_the_way_is_told_by_who_waits(lane: LateLane) -> None:
+def test_a_device_that_fails_on_the_way_is_reported_by_who_waits(lane: LateLane) -> None:
     snapshot = Snapshot.take(state())
     lane.failed = True
     with pytest.raises(RuntimeError, match="launch failure"):
@@ -185,7 +185,7 @@ def test_state_is_sent_from_a_device_block_by_block(donors: int, lane: LateLane)
     assert lane.sent == size
 
 
-def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
+def test_a_donor_whose_device_fails_sends_nothing_and_the_receiver_is_informed(
     lane: LateLane, caplog: pytest.LogCaptureFixture
 ) -> None:
     donor = StateDonor("127.0.0.1")
@@ -203,7 +203,7 @@ def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
 # --- digests
 
 
-def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchanged(
+def test_a_sum_made_on_the_device_detects_one_bit_and_two_places_that_were_exchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(digest, "_CHUNK", 64)

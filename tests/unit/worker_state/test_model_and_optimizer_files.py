@@ -71,7 +71,7 @@ def test_tensors_of_a_dtype_that_safetensors_does_not_know_come_back(
         ),
     ],
 )
-def test_what_is_no_such_file_is_told_why(data: bytes, reason: str) -> None:
+def test_the_error_about_what_is_no_such_file_says_why(data: bytes, reason: str) -> None:
     with pytest.raises(shoal.CorruptDataError) as raised:
         load_tensors(data)
     assert raised.value.reason == reason
@@ -163,7 +163,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: str) -> None:
+def test_ranks_that_are_given_different_states_are_reported_and_take_none(strategy: str) -> None:
     def body() -> None:
         model, optimizer = trained(strategy)
         different, rank = shoal.ConfigurationError, shoal.rank()
@@ -219,7 +219,7 @@ def test_a_saved_model_is_there_when_any_rank_goes_on(tmp_path: Path, strategy: 
     assert shoal.launch(rank, world_size=3) == [[True] * 4] * 3
 
 
-def test_a_model_that_cannot_be_written_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_written_is_reported_on_all_ranks(tmp_path: Path) -> None:
     def rank() -> None:
         model, _ = trained("ddp")
         with pytest.raises(shoal.UnavailableError, match="cannot be written"):
@@ -228,7 +228,7 @@ def test_a_model_that_cannot_be_written_is_told_on_all_ranks(tmp_path: Path) -> 
     shoal.launch(rank, world_size=2)
 
 
-def test_one_rank_alone_is_told_that_the_others_went_elsewhere() -> None:
+def test_a_single_rank_is_informed_that_the_others_went_elsewhere() -> None:
     def body() -> None:
         model, _ = trained("ddp")
         if shoal.rank() == 0:

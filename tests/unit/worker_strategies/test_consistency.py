@@ -127,7 +127,7 @@ def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None
             shift_on_rank_1(net)
 
 
-def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_why() -> None:
+def test_the_error_about_weights_changed_on_one_rank_says_which_since_when_and_why() -> None:
     with pytest.raises(ShoalError) as stopped:
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
     message = str(stopped.value)
@@ -140,7 +140,7 @@ def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_
     assert "memory" not in message
 
 
-def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed() -> None:
+def test_a_rank_with_one_wrong_element_is_warned_that_its_memory_may_have_failed() -> None:
     def rank() -> None:
         torch.manual_seed(0)
         net = nn.Linear(32, 32, bias=False)
@@ -199,7 +199,7 @@ def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("what", ["groups", "frozen"])
-def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
+def test_ranks_that_train_other_parameters_are_reported_before_a_step_is_applied(
     strategy: str, what: str
 ) -> None:
     steps: list[int] = []
@@ -236,7 +236,7 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize(("setting", "other"), [("lr", 0.25), ("weight_decay", 0.125)])
-def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(
+def test_ranks_that_train_with_different_hyper_parameters_are_reported_in_the_next_step(
     strategy: str, setting: str, other: float
 ) -> None:
     """Ranks with different hyperparameters raise an error in the next step that shows each rank its
@@ -446,7 +446,7 @@ def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: st
     shoal.launch(run_to_the_end, strategy, 100, loop, world_size=2)
 
 
-def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_step() -> None:
+def test_an_iterator_that_the_script_lets_go_of_late_reports_nothing_of_the_last_step() -> None:
     """Closing the iterator after the script has changed the model does not compare the last
     step."""
 

@@ -272,7 +272,7 @@ UNEQUAL_EVALUATIONS = {
 
 
 @pytest.mark.parametrize(("kind", "named"), UNEQUAL_EVALUATIONS.items())
-def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(
+def test_ranks_that_would_evaluate_different_batches_are_reported_by_the_name_of_the_difference(
     kind: str, named: str
 ) -> None:
     """Ranks whose evaluation loaders differ raise an error that names the difference. Otherwise

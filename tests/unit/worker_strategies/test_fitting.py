@@ -63,7 +63,7 @@ def assert_alike(found: shoal.OptimizationResult, expected: shoal.OptimizationRe
         assert math.isclose(mine.training_loss, theirs.training_loss, rel_tol=1e-9)
 
 
-def test_it_tells_what_it_has_done(alone: tuple[shoal.OptimizationResult, Any]) -> None:
+def test_it_reports_what_it_has_done(alone: tuple[shoal.OptimizationResult, Any]) -> None:
     result, _ = alone
     assert result.steps == 4 * 3
     assert result.samples == 4 * 40

@@ -449,7 +449,7 @@ def in_another_order(strategy: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_ranks_that_step_optimizers_in_another_order_are_told_so(strategy: str) -> None:
+def test_ranks_that_step_optimizers_in_another_order_are_reported(strategy: str) -> None:
     for message in shoal.launch(in_another_order, strategy, world_size=2):
         assert (
             "rank 0 has stepped the optimizer of model 0, rank 1 has stepped the optimizer of "
@@ -458,7 +458,9 @@ def test_ranks_that_step_optimizers_in_another_order_are_told_so(strategy: str) 
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_gradients_that_a_batch_leaves_unused_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_a_batch_leaves_unused_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     models, optimizers, loader = prepared()
     for real, noise in loader:
         take(models, optimizers, real, noise, generator_first=False, both=False)

@@ -86,7 +86,7 @@ def test_local_sgd_takes_a_stream_that_every_rank_reads_and_refuses_shards():
 
 
 @pytest.mark.parametrize("longer", [1, 4])
-def test_ranks_whose_streams_end_elsewhere_are_told_so_and_do_not_hang(longer):
+def test_ranks_whose_streams_end_elsewhere_are_reported_and_do_not_hang(longer):
     with pytest.raises(PreconditionError, match="the stream's items"):
         shoal.launch(train, lambda: Rows(longer), "ddp", {}, world_size=2)
 

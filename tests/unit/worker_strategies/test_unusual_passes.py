@@ -274,7 +274,7 @@ def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_n
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_a_method_that_is_not_registered_is_told_how_to_be(strategy: str) -> None:
+def test_a_method_that_is_not_registered_is_advised_how_to_be(strategy: str) -> None:
     with pytest.raises(
         PreconditionError,
         match=r"model\.register_forward_method\('NAME'\) once, and then model\.NAME\(\.\.\.\)",
@@ -414,7 +414,7 @@ def begins_again(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_a_backward_pass_that_was_caught_half_way_is_told(strategy: str) -> None:
+def test_a_backward_pass_that_was_caught_half_way_is_reported(strategy: str) -> None:
     def rank() -> None:
         model, optimizer, loader = prepared(strategy)
         model.module.body[0].register_forward_hook(

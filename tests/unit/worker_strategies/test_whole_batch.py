@@ -228,7 +228,7 @@ def test_what_it_cannot_put_together_is_refused(
     shoal.launch(lambda: in_a_step(call, **settings), world_size=1)
 
 
-def test_ranks_that_give_other_tensors_are_all_told() -> None:
+def test_ranks_that_give_other_tensors_all_receive_the_error() -> None:
     def call(x: torch.Tensor) -> None:
         with pytest.raises(
             shoal.PreconditionError, match=r"This rank passed torch\.float32"

@@ -48,7 +48,7 @@ from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration
 from shoal_worker.parameter_servers.own_cluster import OwnCluster
-from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.sparse_tables.worker_tables import Tables
@@ -60,7 +60,7 @@ class AsyncEngine(Engine):
     """Engine that trains a worker's copy of the model with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
-    keeps_parameters_whole = True
+    keeps_parameters_unsharded = True
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -561,7 +561,7 @@ class AsyncEngine(Engine):
         if self._started:
             self._require_servers().write_snapshots()
         return {
-            "model": self._whole_state(),
+            "model": self._unsharded_state(),
             "optimizer": self._require_optimizers().own.state_dict(),
         }
 
@@ -640,9 +640,9 @@ class AsyncEngine(Engine):
         with self._with_values_of_servers():
             return super().full_state_dict()
 
-    def _whole_state(self) -> Mapping[str, Any]:
+    def _unsharded_state(self) -> Mapping[str, Any]:
         with self._with_values_of_servers():
-            return super()._whole_state()
+            return super()._unsharded_state()
 
     @contextmanager
     def _with_values_of_servers(self) -> Iterator[None]:

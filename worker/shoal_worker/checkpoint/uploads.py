@@ -79,7 +79,7 @@ def _note_uploaded(path: Path) -> None:
         note.write_text(path.name, encoding="utf-8")
         note.replace(path.parent / _UPLOADED)
     except OSError as error:
-        _log.warning("ranks that wait for the upload of %s are not told: %s", path, error)
+        _log.warning("could not inform the ranks that wait for the upload of %s: %s", path, error)
 
 
 class Uploads:

@@ -7,15 +7,15 @@ keeps the compression error for later steps (error feedback). `parse_compression
 setting.
 
 The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`. `registry`
-lists them by name; `optimizer` offers a second way to select one. `reduction` sums gradients across
-ranks, `pushes` encodes pushes to parameter servers, and `memory` stores the compression state
-between steps.
+lists them by name; `compressing_optimizer` offers a second way to select one.
+`compressed_reduction` sums gradients across ranks, `pushes` encodes pushes to parameter servers,
+and `memory` stores the compression state between steps.
 """
 
 from __future__ import annotations
 
 from shoal_worker.compression.base import GradientCompressor
-from shoal_worker.compression.reduction import CompressedReduction, Reduction
+from shoal_worker.compression.compressed_reduction import CompressedReduction, Reduction
 from shoal_worker.compression.registry import compressor_class, compressor_names, parse_compression
 
 __all__ = [

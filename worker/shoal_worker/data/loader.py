@@ -34,7 +34,7 @@ from shoal_worker.data.iteration import Delivery, Introduction, Iterations
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import EpochOrders, EpochPlan
 from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
-from shoal_worker.data.streaming.evaluation import StreamedEvaluation
+from shoal_worker.data.streaming.evaluation_batches import StreamedEvaluation
 from shoal_worker.data.streaming.position_supply import PositionSupply
 from shoal_worker.data.streaming.shard_supply import ShardSupply
 from shoal_worker.data.streaming.sources import Sources

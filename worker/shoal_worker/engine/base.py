@@ -91,7 +91,7 @@ class Engine(TrainingEngine):
     """Trains one model with its optimizer. The defaults are for engines whose ranks all have the
     full model and optimizer."""
 
-    keeps_parameters_whole: ClassVar[bool] = False
+    keeps_parameters_unsharded: ClassVar[bool] = False
     """True if the module's own `state_dict()` contains the current values of the parameters between
     steps, as in plain torch."""
 
@@ -108,7 +108,7 @@ class Engine(TrainingEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         """The user's optimizer; None if there is none, or before `attach`."""
         give_memory(setup.module)
-        check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
+        check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_unsharded)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
         self.extremes = find_extremes(setup.module)
         """Buffers that contain minima and maxima, by name (`extremes.py`)."""
@@ -255,7 +255,7 @@ class Engine(TrainingEngine):
             else copy.deepcopy(self.module.state_dict())
         )
 
-    def _whole_state(self) -> Mapping[str, Any]:
+    def _unsharded_state(self) -> Mapping[str, Any]:
         """Returns copies of the module's complete state, including parameters that the module's own
         `state_dict()` omits."""
         return copy.deepcopy(ModuleState(self.module).captured())
@@ -298,7 +298,7 @@ class Engine(TrainingEngine):
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Returns a copy of the unsharded module with its current values. `remake`: creates a
         `ShardedModel` of the same strategy from a module."""
-        state = self._whole_state()
+        state = self._unsharded_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
             tensor.data = state[key]  # already a copy, so no memory is shared
@@ -309,7 +309,7 @@ class Engine(TrainingEngine):
         `ShardedModel.get_model_metadata`."""
         return {}
 
-    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+    def unsharded_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         """Returns the module's parameters with their unsharded shapes."""
         return [(p, p.shape) for p in self.module.parameters()]
 

@@ -286,7 +286,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         mean_loss = self._take_pass(inputs, targets, loss_fn)
         step = session.lifecycle.ensure_step()
         step.loss = None if mean_loss is None else read_later(mean_loss)
-        session.lifecycle.reduce_if_whole()
+        session.lifecycle.reduce_if_complete()
         mean = step.mean_loss if step.control is not None else None
         loss = (
             torch.zeros((), dtype=torch.float64, device=session.device)
@@ -528,12 +528,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """Returns full copies of all parameters, gathered from the ranks. Must be called on every
         rank."""
-        whole, keys = self._whole_state(), self._named_state().keys
+        whole, keys = self._unsharded_state(), self._named_state().keys
         return {name: whole[keys[name]] for name in dict.fromkeys(self._parameter_names().values())}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns a copy of the complete state dict. Must be called on every rank."""
-        whole = self._whole_state(rank0_only=rank0_only)
+        whole = self._unsharded_state(rank0_only=rank0_only)
         for name in self._named_state().left_out:
             whole.pop(name, None)
         return whole
@@ -542,7 +542,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Returns the module's state by name. Parameter values may be absent."""
         return ModuleState(self.module)
 
-    def _whole_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
+    def _unsharded_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
@@ -577,7 +577,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @override
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if not self._named_state().left_out.keys() <= tensors.keys():
-            tensors = self._whole_state() | dict(tensors)
+            tensors = self._unsharded_state() | dict(tensors)
         self._held.load_values(tensors)
         self._commit_buffers()
 
@@ -604,7 +604,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @override
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        whole, names = self._whole_state(), self._parameter_names()
+        whole, names = self._unsharded_state(), self._parameter_names()
         keys = self._named_state().keys
         own = {first: whole[keys[first]] for first in dict.fromkeys(names.values())}
         replaced = self.agreed("with_parameters", lambda: named_values(parameters, own))

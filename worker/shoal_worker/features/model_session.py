@@ -181,7 +181,7 @@ class ModelSession:
         if (own := self.step) is not None:
             reduce_and_commit(self, self.engine, own)
 
-    def reduce_if_whole(self) -> None:
+    def reduce_if_complete(self) -> None:
         if self.step is not None:
             self.reduce_and_commit()
 

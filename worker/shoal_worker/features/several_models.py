@@ -203,10 +203,10 @@ class SeveralEngines(TrainingEngine):
 
     @override
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for engine in self._engines:
-                stack.enter_context(engine.whole_for(channel))
+                stack.enter_context(engine.unsharded_for(channel))
             yield
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -291,9 +291,9 @@ class SeveralEngines(TrainingEngine):
         group = self._session.group
         if group is None:
             raise MembershipChanged("there is no group")
-        failpoint("several_models.sealed")
+        failpoint("several_models.prepared")
         summed = self.working(group).sum_numbers(vote)
-        failpoint("several_models.closed")
+        failpoint("several_models.summed")
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:

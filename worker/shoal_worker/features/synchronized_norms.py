@@ -111,7 +111,7 @@ class NormsOfRanks:
                 "expected more than 1 value per channel over all ranks when training, got input "
                 f"size {tuple(values.shape)}"
             )
-        _tell(layer, found)
+        _update_running_statistics(layer, found)
         inverse = torch.rsqrt(found.variance + layer.eps)
         arguments = (
             values,
@@ -198,7 +198,7 @@ class _Normalized(torch.autograd.Function):
         )
 
 
-def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
+def _update_running_statistics(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
     """Updates the layer's running statistics with `found`, the statistics of the current batch."""
     if layer.running_mean is None or layer.running_var is None:
         return

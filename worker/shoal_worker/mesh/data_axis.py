@@ -35,7 +35,7 @@ from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.resharding import ShardedOptimizerState
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_vectors import spread
+from shoal_worker.sharding.unsharded_vectors import spread
 
 _NO_CAP: Final = float("inf")
 

@@ -51,7 +51,7 @@ from shoal_worker.engine.step.passes import Loss, call_module, loss_of, when_gra
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.mesh.data_axis import Replicated
 from shoal_worker.mesh.gradients import MeshGradients
-from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros
+from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, unsharded_module, zeros
 from shoal_worker.mesh.parts import ModelParts
 from shoal_worker.mesh.rank_mesh import RankMesh, alone
 from shoal_worker.mesh.resharding import checked
@@ -190,7 +190,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @property
     @override
     def is_sharded(self) -> bool:
-        return self._parts is not None and not self._parts.is_whole
+        return self._parts is not None and not self._parts.is_unsharded
 
     @property
     def idle(self) -> bool:
@@ -414,7 +414,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         if not self.is_sharded:
             return self.module
         if self._standing_in is None:
-            self._standing_in = self._whole_module(zeros(self._template))
+            self._standing_in = self._unsharded_module(zeros(self._template))
         return self._standing_in.train(self.module.training)
 
     @property
@@ -433,8 +433,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
 
-    def _whole_module(self, values: Mapping[str, Any]) -> nn.Module:
-        return whole_module(self._template, values, self._held.unsaved(), self._session.device)
+    def _unsharded_module(self, values: Mapping[str, Any]) -> nn.Module:
+        return unsharded_module(self._template, values, self._held.unsaved(), self._session.device)
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
@@ -485,7 +485,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 self._mesh = None
                 # Parts of the state are lost, and this state replaces them. It will be split again
                 # when the next step begins.
-                held.make_whole()
+                held.make_unsharded()
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
@@ -547,9 +547,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         if not any(is_sharded for is_sharded, _ in received):
             return
         if self.layouts.too_few(group.world_size):
-            state = self._held.gather_whole(group)
+            state = self._held.gather_unsharded(group)
             self._release()
-            self._held.take_whole(state)
+            self._held.take_unsharded(state)
         else:
             self._lay_out(group, gathered=True)
 
@@ -557,7 +557,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def consolidate(self, channel: Channel) -> None:
         """Implements `TrainingEngine.consolidate`. Some ranks may have begun the first step and
         split the model across ranks that have since left."""
-        if self._parts is not None and self._parts.make_whole_again(channel):
+        if self._parts is not None and self._parts.make_unsharded_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
@@ -696,7 +696,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
         mesh = self._laid_out
-        failpoint("sharded.sealed")
+        failpoint("sharded.prepared")
         norm = mesh.gradients.squared_norm()
         issued = mesh.execution.issued.word() if mesh.execution is not None else []
         step.issues(COMMIT)
@@ -709,8 +709,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
         return word, vars(payload)
 
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Implements `TrainingEngine.whole_everywhere`: returns unsplit parameters and buffers,
+    def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Implements `TrainingEngine.unsharded_everywhere`: returns unsplit parameters and buffers,
         which are the same on all ranks. Pipeline stages have no tensors in common."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
@@ -825,7 +825,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def lacks_ranks(self) -> bool:
         return (
             self._parts is not None
-            and self._parts.is_whole
+            and self._parts.is_unsharded
             and self.layouts.too_few(self._session.world_size)
         )
 
@@ -876,13 +876,13 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.whole_for`. Each rank must have room for the complete model in
-        addition to its part."""
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
+        """Implements `TrainingEngine.unsharded_for`. Each rank must have room for the complete
+        model in addition to its part."""
         if self._parts is None or not self.is_sharded:
             yield
             return
-        whole, own = self._whole_module(self._held.values(channel)), self.module
+        whole, own = self._unsharded_module(self._held.values(channel)), self.module
         set_modes(
             [(part, mode) for part, (_, mode) in zip(whole.modules(), modes_of(own), strict=True)]
         )
@@ -900,10 +900,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Implements `Engine.clone`: returns an unsplit copy that consists of the user's own module
         classes."""
-        return self._whole_module(self._whole_state())
+        return self._unsharded_module(self._unsharded_state())
 
     @override
-    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+    def unsharded_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         tensors = self._template.tensors()
         return [
             (tensors[name], tensors[name].shape)

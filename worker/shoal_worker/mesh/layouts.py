@@ -22,12 +22,12 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.engine.state.module_state import ModuleState, load_captured
 from shoal_worker.engine.state.parameter_groups import ParameterGroup
 from shoal_worker.pipelining.partial import empty_on
-from shoal_worker.pipelining.pipeline import PipelineSettings
+from shoal_worker.pipelining.rank_pipeline import PipelineSettings
 from shoal_worker.pipelining.schedule import checked_stages_per_rank, schedule_kind, stage_ranks
 from shoal_worker.pipelining.split import Split, named_tensors, split_model
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.tensor_parallel.derive import make_plan
-from shoal_worker.tensor_parallel.plan import (
+from shoal_worker.tensor_parallel.split_plan import (
     ParameterLayout,
     Share,
     TensorParallelPlan,
@@ -328,7 +328,7 @@ class Blueprint:
 # stand-in.
 
 
-def whole_module(
+def unsharded_module(
     template: Template,
     values: Mapping[str, Any],
     unsaved: Mapping[str, torch.Tensor],

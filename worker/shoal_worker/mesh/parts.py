@@ -224,7 +224,7 @@ class ModelParts(PartitionedState):
         return self._blueprints[axes]
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """True if this rank has the complete state, because the model is not split."""
         return self.cut is None and bool(self.pieces)
 
@@ -286,7 +286,7 @@ class ModelParts(PartitionedState):
         mesh."""
         self._before = []
 
-    def make_whole(self) -> None:
+    def make_unsharded(self) -> None:
         """Allocates the complete state on this rank, with arbitrary values, until the state is
         split again."""
         self._strip()
@@ -367,30 +367,30 @@ class ModelParts(PartitionedState):
             }
         return RankParts(cut=cut, runs=runs)
 
-    def make_whole_again(self, channel: Channel) -> bool:
+    def make_unsharded_again(self, channel: Channel) -> bool:
         """Restores the complete state on all ranks if only some ranks have split it and some may
         have left. The state is unchanged, because no step has been taken since the split. Returns
         whether this rank had split its state. Must be called on all ranks, within an operation.
         Raises the same errors as `gather`."""
-        received = channel.exchange(b"whole" if self.is_whole else b"")
+        received = channel.exchange(b"whole" if self.is_unsharded else b"")
         if all(received) or not any(received):
             return False
         state = self._as_one_process(channel)
-        if self.is_whole:
+        if self.is_unsharded:
             return False
-        self.take_whole(state)
+        self.take_unsharded(state)
         return True
 
-    def gather_whole(self, channel: Channel) -> dict[str, Any]:
+    def gather_unsharded(self, channel: Channel) -> dict[str, Any]:
         """Assembles the complete state from the ranks' parts and returns it. Must be called on all
         ranks. Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all ranks have the state; this rank's part is needed until then
         return state
 
-    def take_whole(self, state: Mapping[str, Any]) -> None:
+    def take_unsharded(self, state: Mapping[str, Any]) -> None:
         """Loads the complete state into this rank, which must have room for it."""
-        self.make_whole()
+        self.make_unsharded()
         self.load_values(state["model"])
         if state["optimizer"] is not None:
             self.load_optimizer(state["optimizer"])
@@ -569,7 +569,7 @@ class ModelParts(PartitionedState):
 
     @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        if self.is_whole or self.is_empty:
+        if self.is_unsharded or self.is_empty:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
         return self._as_one_process(channel)
@@ -597,7 +597,7 @@ class ModelParts(PartitionedState):
     def help_assemble(self, channel: Channel) -> None:
         """Serves the first rank's call to `assemble`. Must be called on the other ranks. Needs
         memory for a few unsplit tensors at a time."""
-        if not self.is_whole and not self.is_empty:
+        if not self.is_unsharded and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
             self.gather_beside(channel)
@@ -628,7 +628,7 @@ class ModelParts(PartitionedState):
 
     @override
     def values(self, channel: Channel) -> dict[str, Any]:
-        if self.is_whole:
+        if self.is_unsharded:
             return ModuleState(self.module).captured()
         if self.is_empty:  # a spare, whose answer is not used
             shapes = self.template.tensors()

@@ -30,7 +30,7 @@ from shoal_worker.mesh.resharding import MeshCut, WholeTensor
 from shoal_worker.mesh.step_group import GroupMesh, StepGroup
 from shoal_worker.pipelining.executor import Loss
 from shoal_worker.pipelining.micro_batches import MicroBatch
-from shoal_worker.pipelining.pipeline import Pipeline, shared_exist, sum_shared
+from shoal_worker.pipelining.rank_pipeline import Pipeline, shared_exist, sum_shared
 from shoal_worker.randomness import seed_generators
 from shoal_worker.sharding.collectives import PartCollectives
 from shoal_worker.sharding.execution import ShardedExecution

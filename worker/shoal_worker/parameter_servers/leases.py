@@ -31,7 +31,7 @@ _MOST_WANTED: Final = 1024
 _ACKNOWLEDGED_AFTER: Final = 6
 """Divisor of `lease_ahead`. Finished batches are acknowledged after at most a sixth of that time,
 or earlier together with another request."""
-_STANDS_STILL: Final = 2
+_STALLED: Final = 2
 """Multiple of `lease_ahead`. A worker that does not finish a batch for this long returns all
 batches that its loader has not received."""
 _LONGEST_BACKOFF_S: Final = 1.0
@@ -332,7 +332,7 @@ class CoordinatorLeases:
             if (
                 block.leased
                 and self._ahead_s
-                and now - block.finished_at > _STANDS_STILL * self._ahead_s
+                and now - block.finished_at > _STALLED * self._ahead_s
             ):
                 # The worker may be evaluating inside its loop. Other workers should not wait for
                 # batches that it has leased in advance.

@@ -46,7 +46,7 @@ from shoal_worker.parameter_servers.ledger import Delivery, Ledger
 from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.parameter_servers.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
 from shoal_worker.parameter_servers.prefetch import Pulled
-from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.tensors import (
     Iteration,
     Partition,
@@ -305,7 +305,7 @@ class ServerLink:
         elif not self._options.in_step:
             self.advance_clock(self._clock)
         if self._options.in_step:
-            self._tell(self._clock, has_read=True)
+            self._send_clock(self._clock, has_read=True)
 
     def pull(self) -> None:
         """Pulls newer values outside of a step, without waiting for other workers."""
@@ -333,7 +333,7 @@ class ServerLink:
     def advance_clock(self, clock: int) -> None:
         """Reports that this worker has finished `clock` iterations."""
         self._clock = clock
-        self._tell(clock)
+        self._send_clock(clock)
 
     def enter(self, clock: int) -> Position | None:
         """Makes this worker, which has finished `clock` iterations, participate: from now on, other
@@ -358,21 +358,21 @@ class ServerLink:
         """Sets this worker's position to `at`, a number of iterations in the server's count that
         must not be less than before. None: no change."""
         if at is not None:
-            self._tell(self._clock, place=at)
+            self._send_clock(self._clock, place=at)
 
     def rest(self) -> None:
         """Reports to the server that no worker needs to wait for this worker until it calls `enter`
         again."""
         if self._takes_part:
-            self._tell(_LARGEST_CLOCK)
+            self._send_clock(_LARGEST_CLOCK)
 
     @property
     def _takes_part(self) -> bool:
         """True if this server has trained tensors."""
         return bool(self._server.trained or self._server.share.buckets)
 
-    def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
-        def tell() -> None:
+    def _send_clock(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
+        def send() -> None:
             self._server.client.advance_clock(
                 self._job.job_id,
                 self._job.member_id,
@@ -383,7 +383,7 @@ class ServerLink:
                 shard_map_epoch=self._server.share.epoch,
             )
 
-        self._persistence.retry_until("AdvanceClock", tell)
+        self._persistence.retry_until("AdvanceClock", send)
 
     # ------------------------------------------------------------------------------------- shutdown
 
@@ -392,7 +392,7 @@ class ServerLink:
         listed for Snapshot in the .proto file. May be called from any thread."""
         return self._server.client.snapshot(self._job.job_id).path
 
-    def farewell(self, patience: timedelta) -> None:
+    def leave(self, patience: timedelta) -> None:
         """Reports to the server that no worker needs to wait for this worker any more. An
         unreachable server will learn this from the coordinator."""
         try:

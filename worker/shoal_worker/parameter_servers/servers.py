@@ -45,7 +45,7 @@ from shoal_worker.parameter_servers.tensors import (
 
 _log = logging.getLogger(__name__)
 
-_FAREWELL: Final = timedelta(seconds=2)
+_LEAVE_PATIENCE: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
 """Maximum number of servers in a job, and therefore of threads. A thread is started when a server
 is called and no thread is idle."""
@@ -201,7 +201,7 @@ class ParameterServers:
         if self._options.waits_for_others:
             # One after another: at interpreter exit, a pool does not accept more work.
             for link in self._links:
-                link.farewell(_FAREWELL)
+                link.leave(_LEAVE_PATIENCE)
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:

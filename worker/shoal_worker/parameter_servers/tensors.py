@@ -33,7 +33,7 @@ from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression
 from shoal_worker.parameter_servers.options import Revision
-from shoal_worker.parameter_servers.rows import PushedRows, buckets_of_servers
+from shoal_worker.parameter_servers.pushed_rows import PushedRows, buckets_of_servers
 
 # --------------------------------------------------------------------------- tensors in host memory
 

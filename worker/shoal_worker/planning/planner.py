@@ -30,7 +30,7 @@ from shoal_worker.planning.subject import Subject, subject_of
 from shoal_worker.planning.units import parse_bytes, parse_flops, readable_bytes
 from shoal_worker.state.fits import ELEMENTWISE
 from shoal_worker.strategies import registry
-from shoal_worker.tensor_parallel.plan import Style
+from shoal_worker.tensor_parallel.split_plan import Style
 
 RESERVE: Final = 0.1
 """Fraction of a device's memory that a plan leaves free for the allocator, the runtime and the

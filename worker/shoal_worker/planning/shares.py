@@ -23,13 +23,13 @@ from shoal_worker.mesh.data_axis import alike_pieces
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.pipelining.schedule import Schedule, training_schedule
 from shoal_worker.planning.costs import Memory, Traffic, When, all_reduce, gather
-from shoal_worker.planning.passes import Passes, scaled
 from shoal_worker.planning.pipeline_time import StageCosts, most_in_flight
 from shoal_worker.planning.subject import Subject
+from shoal_worker.planning.traced_passes import Passes, scaled
 from shoal_worker.replicated.buckets import lay_out
 from shoal_worker.sharding.layout import Division, UnitLayout, layout_of
 from shoal_worker.sharding.unit import Stage
-from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
+from shoal_worker.tensor_parallel.split_plan import Style, TensorParallelPlan
 
 _META = torch.device("meta")
 _IN_FLIGHT = 2
@@ -124,7 +124,7 @@ class _Unit:
     layout: UnitLayout
     dtype: torch.dtype
     """Dtype of the unit's shards."""
-    whole_dtype: torch.dtype
+    unsharded_dtype: torch.dtype
     wire_dtype: torch.dtype
     """Dtype of the gradients in transfers."""
     trained: bool
@@ -134,7 +134,7 @@ class _Unit:
     @property
     def whole(self) -> int:
         """Size of the gathered parameters, in bytes."""
-        return self.layout.padded_numel * self.whole_dtype.itemsize
+        return self.layout.padded_numel * self.unsharded_dtype.itemsize
 
     @property
     def shard(self) -> int:
@@ -171,7 +171,7 @@ def _unit(
             layout_of(parameters, shards), whole_tensors=turn is not None, turn=turn or 0
         ),
         dtype=dtype,
-        whole_dtype=config.param_dtype
+        unsharded_dtype=config.param_dtype
         if mixed and config.param_dtype is not None and dtype.is_floating_point
         else dtype,
         wire_dtype=config.reduce_dtype if mixed and config.reduce_dtype is not None else summed,
@@ -190,7 +190,7 @@ def _cut_memory(
 ) -> Memory:
     """Returns the memory of the rank that uses the most, assuming that its mirrored shard is as
     large as its own. `gathered`: True if all units are unsharded during the passes."""
-    apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
+    apart = [stage is Stage.PARAMETERS or unit.unsharded_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
     )

@@ -17,9 +17,9 @@ import math
 from dataclasses import dataclass
 
 from shoal_worker.planning.costs import Traffic, When
-from shoal_worker.planning.passes import Passes
 from shoal_worker.planning.pipeline_time import play
 from shoal_worker.planning.shares import Costs
+from shoal_worker.planning.traced_passes import Passes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.engine.state.parameter_groups import ParameterGroup, checkpoint_activations
 from shoal_worker.engine.step.passes import Loss
 from shoal_worker.mesh.layouts import meta_copy
-from shoal_worker.planning.passes import Passes, measure
+from shoal_worker.planning.traced_passes import Passes, measure
 from shoal_worker.sharding.engine import in_blocks, in_buckets
 from shoal_worker.state.fits import WHOLE_TENSORS
 

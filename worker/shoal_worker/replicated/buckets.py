@@ -26,7 +26,7 @@ from shoal_common.failpoints import failpoint
 from shoal_worker.engine.step.failed_collectives import LosingStep, await_reductions
 
 if TYPE_CHECKING:
-    from shoal_worker.compression.reduction import Reduction
+    from shoal_worker.compression.compressed_reduction import Reduction
     from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.step.compressed import GradientCompression

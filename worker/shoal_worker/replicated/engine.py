@@ -63,7 +63,7 @@ class ReplicatedEngine(Engine):
     """Engine with a full replica of the model on every rank, and with gradients summed in every
     step."""
 
-    keeps_parameters_whole = True
+    keeps_parameters_unsharded = True
 
     def __init__(self, setup: Setup, tables: StepTables | None = None) -> None:
         """`tables`: sparse tables of the module; None if it has none."""
@@ -176,7 +176,7 @@ class ReplicatedEngine(Engine):
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
-        session.lifecycle.reduce_if_whole()
+        session.lifecycle.reduce_if_complete()
         return (
             loss.detach()
             if step.loss_of_all is None
@@ -283,7 +283,7 @@ class ReplicatedEngine(Engine):
         }
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns all parameters and buffers, which are unsharded on every rank."""
         parameters = {
             repr(name): parameter.detach() for name, parameter in self.module.named_parameters()

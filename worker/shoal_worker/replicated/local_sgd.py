@@ -39,10 +39,10 @@ from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.replicated.rounds import (
     Add,
+    Exchange,
     OuterMomentum,
     Round,
     RoundOptions,
-    Tell,
     adding,
     agreed_counts,
     check_configuration,
@@ -257,7 +257,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(
-        self, tell: Tell, *, step_weight: float, steps: int
+        self, exchange: Exchange, *, step_weight: float, steps: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns pairs of a counter and its common value for all ranks. `step_weight`: weight of
         the current step, or 0. `steps`: number of steps in the round."""
@@ -270,16 +270,16 @@ class LocalSGDEngine(ReplicatedEngine):
             of_round=steps,
             steps=begun.sampled_steps + (step_weight > 0),
             samples=begun.weight + step_weight,
-            tell=tell,
+            exchange=exchange,
         )
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
 
-    def _check_alike(self, tell: Tell) -> None:
+    def _check_alike(self, exchange: Exchange) -> None:
         """Checks that buffers which can neither be averaged nor summed are the same on all ranks;
         otherwise raises ConfigurationError."""
         self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
-        if names and len(set(tell(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
+        if names and len(set(exchange(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
             raise self._step_buffers.apart(names)
 
     @torch.no_grad()
@@ -439,7 +439,7 @@ class LocalSGDEngine(ReplicatedEngine):
             return captured
         add = adding(channel)
         if self._round.steps > 0:
-            with self.whole_for(channel):
+            with self.unsharded_for(channel):
                 captured["model"] = copy.deepcopy(ModuleState(self.module).captured())
         if self.optimizer is not None:
             mean = mean_optimizer_state(
@@ -449,7 +449,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return captured
 
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
         """Sets the module's parameters and buffers to the ranks' averages within the block, because
         ranks' values differ inside a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
@@ -492,7 +492,7 @@ class LocalSGDEngine(ReplicatedEngine):
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 
-    def _whole_state(self) -> Mapping[str, Any]:
+    def _unsharded_state(self) -> Mapping[str, Any]:
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -502,7 +502,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
         def body(channel: Channel) -> None:
             whole.clear()
-            with self.whole_for(channel):
+            with self.unsharded_for(channel):
                 whole.update(copy.deepcopy(read()))
 
         self._session.operation("full_state_dict", body)

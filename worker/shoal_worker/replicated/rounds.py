@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Add = Callable[[torch.Tensor], object]
 """Function that sums a flat tensor across all ranks, in place."""
-Tell = Callable[[bytes], list[bytes]]
+Exchange = Callable[[bytes], list[bytes]]
 """Function that sends bytes to all ranks and returns every rank's bytes, in rank order."""
 
 _CHUNK_ELEMENTS = 2 << 20
@@ -84,7 +84,7 @@ def agreed_counts(
     of_round: int,
     steps: int,
     samples: float,
-    tell: Tell,
+    exchange: Exchange,
 ) -> dict[str, torch.Tensor]:
     """Returns the counters after a round: their earlier values plus the sum of all ranks' counts
     since then. A count of steps, which changes by the same amount in every step of every rank,
@@ -96,13 +96,13 @@ def agreed_counts(
         of_round: number of steps in the round.
         steps, samples: number of the round's steps with samples on this rank, and number of these
             samples.
-        tell: exchanges messages with the other ranks."""
+        exchange: exchanges messages with the other ranks."""
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
     rows = torch.stack(
         [
             torch.frombuffer(bytearray(each), dtype=torch.int64)
-            for each in tell(bytes(bytes_of(own)))
+            for each in exchange(bytes(bytes_of(own)))
         ]
     )
     rows = rows[rows[:, 0] > 0]
@@ -124,7 +124,7 @@ def agreed_counts(
 
 
 def mean_optimizer_state(
-    state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device
+    state: dict[int, dict[str, Any]], exchange: Exchange, add: Add, device: torch.device
 ) -> dict[int, dict[str, Any]]:
     """Returns the mean of an optimizer's `state` across the ranks that have a state, by parameter
     number as in `state_dict()["state"]`.
@@ -132,7 +132,7 @@ def mean_optimizer_state(
     Each entry is the mean across the ranks that have a state of that parameter. Values other than
     tensors are taken from the first such rank.
     """
-    described = [json.loads(reply) for reply in tell(json.dumps(_describe(state)).encode())]
+    described = [json.loads(reply) for reply in exchange(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
     for entries in described:
         for number, entry in entries.items():

@@ -5,6 +5,6 @@ sharded across ranks.
 shard; `placements` provides memory for shards, and `mirrors` moves the copies of other ranks'
 shards. The parameters of a `unit` are gathered, and their gradients reduced, together; `execution`
 does this during the passes, using `collectives`. `gradients` passes the summed gradients to mirrors
-and optimizers. Between steps, `sharded_state` owns the state, `whole_vectors` assembles it, and
+and optimizers. Between steps, `sharded_state` owns the state, `unsharded_vectors` assembles it, and
 `resharding` redistributes it.
 """

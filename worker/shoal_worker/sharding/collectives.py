@@ -28,7 +28,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 from typing_extensions import override
 
-from shoal_worker.compression.reduction import Reduction
+from shoal_worker.compression.compressed_reduction import Reduction
 from shoal_worker.elastic.contract.step import agree
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession

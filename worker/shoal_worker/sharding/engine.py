@@ -356,7 +356,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         """Implements `TrainingEngine.capture`: before the first step, returns the complete state;
         afterwards, only the state that is not sharded."""
         if self._held.whole:
-            return self._held.capture_whole() | {
+            return self._held.capture_unsharded() | {
                 "applied": self._applied,
                 "extremes": dict(self.extremes),
             }
@@ -373,7 +373,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self.extremes |= state.get("extremes", {})
         self._give_values(state)
         if "model" in state:
-            self._held.restore_whole(state)
+            self._held.restore_unsharded(state)
             self._applied = state.get("applied", 0)  # a checkpoint does not contain the count
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
@@ -547,7 +547,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        failpoint("sharded.sealed")
+        failpoint("sharded.prepared")
         gradients, held, group = self._gradients, self._held, self._session.group
         counts = held.division.replica(group.rank if group is not None else 0) == 0
         summing = CommitSum(
@@ -712,7 +712,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         """Returns this rank's shards, its mirrored shards, and its unsharded state."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns the parameters, unless they are sharded."""
         parameters = {}
         if self._carries_writes:
@@ -728,7 +728,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         """Fetches unsharded parameters that only their owners have updated. Also restores a
         consistent state if only some ranks have begun the first step."""
         if self._parts is not None:
-            self._parts.make_whole_again(channel)
+            self._parts.make_unsharded_again(channel)
             self._parts.fill(channel)
 
     @torch.no_grad()
@@ -738,8 +738,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._parts.copy_singles(channel, leaving)
 
     @override
-    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        return self._held.whole_for(channel) if self._parts is not None else nullcontext()
+    def unsharded_for(self, channel: Channel) -> AbstractContextManager[None]:
+        return self._held.unsharded_for(channel) if self._parts is not None else nullcontext()
 
     @property
     @override
@@ -774,7 +774,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         }
 
     @override
-    def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
+    def unsharded_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         return [
             each
             for unit in self._held.units

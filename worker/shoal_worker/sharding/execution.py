@@ -323,12 +323,12 @@ class ShardedExecution:
         received = [json.loads(each) for each in group.exchange(json.dumps(self.passed).encode())]
         known = next((each for each in received if each), None)
         if known is None:
-            self.keep_whole()
+            self.keep_unsharded()
         else:
             self.passed = self.passed or [(kind, number) for kind, number in known]
             self._all_know = True
 
-    def keep_whole(self) -> None:
+    def keep_unsharded(self) -> None:
         """Keeps units gathered until the update. Passes then do not issue gathers, but record them
         as if they did. A rank without samples can therefore take part without knowing a pass's
         collectives."""

@@ -1,7 +1,7 @@
 """Parameters and optimizer state of one model on this rank: unsharded at first, then sharded across
 the ranks of a group.
 
-This module changes the sharding, and assembles the complete state (`whole_vectors.py`) for
+This module changes the sharding, and assembles the complete state (`unsharded_vectors.py`) for
 checkpoints, operations between steps, and the user. It is independent of steps (`engine.py`) and of
 gathering during passes (`execution.py`). May be used only on the training thread.
 """
@@ -44,7 +44,7 @@ from shoal_worker.sharding.resharding import (
     reshard,
 )
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_vectors import (
+from shoal_worker.sharding.unsharded_vectors import (
     ParameterIndex,
     agree,
     assemble,
@@ -336,7 +336,7 @@ class ShardedState(PartitionedState):
         held, scalars, keys = self._agreed(channel)
         return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
-    def capture_whole(self) -> dict[str, Any]:
+    def capture_unsharded(self) -> dict[str, Any]:
         """Returns the state in the format of `assemble`. This rank must have all of it."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         scalars = [self._state.scalars(unit) for unit in self.units]
@@ -380,12 +380,12 @@ class ShardedState(PartitionedState):
             {"buffers": unsaved} if unsaved else {}
         )
 
-    def restore_whole(self, state: Mapping[str, Any]) -> None:
+    def restore_unsharded(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `assemble` from any strategy. The state is then unsharded until
         the next step begins."""
         self.check(state)
         for unit in self.units:
-            unit.make_whole()
+            unit.make_unsharded()
         load_captured(self.module, state["model"])
         if state["optimizer"] is not None and self.optimizer is not None:
             self.load_optimizer(state["optimizer"])
@@ -407,9 +407,9 @@ class ShardedState(PartitionedState):
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
         if self.cut is None:
             return ModuleState(self.module).captured()
-        return self._named(self._whole_values(channel))
+        return self._named(self._unsharded_values(channel))
 
-    def _whole_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
+    def _unsharded_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
         assert self.cut is not None
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
             raise PreconditionError(
@@ -418,7 +418,7 @@ class ShardedState(PartitionedState):
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
-    def make_whole_again(self, channel: Channel) -> None:
+    def make_unsharded_again(self, channel: Channel) -> None:
         """Restores the unsharded state on all ranks if only some ranks have sharded it and some may
         have left. No update is lost, because no step has been taken on the incomplete sharding.
         Must be called on all ranks, within an operation. Raises the same errors as `reshard`."""
@@ -427,7 +427,7 @@ class ShardedState(PartitionedState):
             return
         state = self.assemble(channel)
         if not self.whole:
-            self.restore_whole(state)
+            self.restore_unsharded(state)
 
     def fill(self, channel: Channel) -> None:
         """Fetches the updated values of unsharded parameters. Must be called on all ranks, within
@@ -436,20 +436,20 @@ class ShardedState(PartitionedState):
             return
         # even if this rank has not sharded its state yet, because a peer may have begun the first
         # step
-        wholes = self._whole_values(channel)
+        wholes = self._unsharded_values(channel)
         if self.whole:
             return
         for unit, vectors in zip(self.units, wholes, strict=True):
             unit.fill(vectors[VALUES])
 
     @contextlib.contextmanager
-    def whole_for(self, channel: Channel) -> Iterator[None]:
+    def unsharded_for(self, channel: Channel) -> Iterator[None]:
         """Context in which the parameters stay unsharded on this rank during any computation. Must
         be entered on all ranks, within an operation. Raises the same errors as `reshard`."""
         if self.cut is None:
             yield
             return
-        wholes = self._whole_values(channel)
+        wholes = self._unsharded_values(channel)
         if self.whole:
             yield
             return

@@ -166,11 +166,11 @@ class Unit:
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
         """Dtype of gradient sums."""
         self._wire_dtype = reduce_dtype or self.sum_dtype
-        self._whole_dtype = (
+        self._unsharded_dtype = (
             param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
         )
         self.apart = (
-            stage is Stage.PARAMETERS or self.placement.apart or self._whole_dtype != self.dtype
+            stage is Stage.PARAMETERS or self.placement.apart or self._unsharded_dtype != self.dtype
         )
         """True if the shards have their own memory, separate from `full`."""
         self.layout = layout_of(self.parameters, 1)
@@ -196,7 +196,7 @@ class Unit:
         None: no compression."""
         self.resident = False
         """True if the unit keeps its memory and values until the parameters change, even though it
-            counts as freed; see `ShardedExecution.keep_whole`."""
+        counts as freed; see `ShardedExecution.keep_unsharded`."""
         self.in_step = self.watched = False
         """`in_step`: True if passes of a step may write to the unsharded parameters. `watched`:
         True if in-place writes through `.data` are detected."""
@@ -242,7 +242,7 @@ class Unit:
         assert self._gathered
         self.finish_gathering()
         whole = self.layout.in_order(self._full)
-        self._replace(self.layout.over(world_size), self._whole_dtype)
+        self._replace(self.layout.over(world_size), self._unsharded_dtype)
         self._put(whole)
         self._hold(position, mirrored, lambda where: self.layout.shard_of(whole, where))
 
@@ -256,12 +256,12 @@ class Unit:
         """Takes over the given shards, out of `world_size` shards. The other elements are gathered
         when needed."""
         self.finish_gathering()
-        self._replace(self.layout.over(world_size), self._whole_dtype)
+        self._replace(self.layout.over(world_size), self._unsharded_dtype)
         self._hold(position, mirrored, shards.__getitem__)
         self._gathered = world_size == 1 and not self.apart
         self.free()
 
-    def make_whole(self, flat: torch.Tensor | None = None) -> None:
+    def make_unsharded(self, flat: torch.Tensor | None = None) -> None:
         """Makes all parameters unsharded on this rank, as if there were only one rank. `flat`:
         their values; None: arbitrary values."""
         self.finish_gathering()

@@ -54,7 +54,7 @@ from shoal_worker.engine.step.failed_collectives import LosingStep
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
 from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job
-from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import Iteration
 from shoal_worker.sparse_tables.bucket_versions import BucketVersions

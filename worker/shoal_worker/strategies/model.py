@@ -444,7 +444,7 @@ class ShardedModel(nn.Module):
 
     def get_model_metadata(self) -> dict[str, Any]:
         """Returns a JSON-serializable description of the model and its layout."""
-        whole, layout = self.engine.whole_parameters(), self.engine.layout()
+        whole, layout = self.engine.unsharded_parameters(), self.engine.layout()
         return {
             "strategy": self.strategy,
             "world_size": self._session.world_size,

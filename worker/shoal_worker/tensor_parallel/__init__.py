@@ -1,10 +1,10 @@
 """Tensor parallelism: splits one model's layers across several ranks, based on torch's DTensor and
 `parallelize_module`.
 
-`plan` describes how layers are split. `derive` creates a model's plan from its `blocks`, which are
-found by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
-layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context`
-describes the ranks. The engine that connects this package to sessions and optimizers is
+`split_plan` describes how layers are split. `derive` creates a model's plan from its `blocks`,
+which are found by name or by data flow. `layers` splits the layers (`multihead` handles torch's
+attention layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`;
+`context` describes the ranks. The engine that connects this package to sessions and optimizers is
 mesh/engine.py.
 """
 
@@ -15,7 +15,7 @@ from shoal_worker.tensor_parallel.layers import unparallelize as unparallelize
 from shoal_worker.tensor_parallel.loss import (
     vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
 )
-from shoal_worker.tensor_parallel.plan import Split as Split
-from shoal_worker.tensor_parallel.plan import Style as Style
-from shoal_worker.tensor_parallel.plan import TensorParallelPlan as TensorParallelPlan
 from shoal_worker.tensor_parallel.region import loss_parallel as loss_parallel
+from shoal_worker.tensor_parallel.split_plan import Split as Split
+from shoal_worker.tensor_parallel.split_plan import Style as Style
+from shoal_worker.tensor_parallel.split_plan import TensorParallelPlan as TensorParallelPlan

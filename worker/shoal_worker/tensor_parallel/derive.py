@@ -27,7 +27,7 @@ from shoal_worker.tensor_parallel.blocks import (
     own_parameters,
     trace_blocks,
 )
-from shoal_worker.tensor_parallel.plan import (
+from shoal_worker.tensor_parallel.split_plan import (
     ParameterLayout,
     PlanEntry,
     Split,

@@ -35,14 +35,14 @@ from shoal_worker.tensor_parallel.context import (
     whole,
 )
 from shoal_worker.tensor_parallel.multihead import MultiheadForward
-from shoal_worker.tensor_parallel.plan import (
+from shoal_worker.tensor_parallel.region import region
+from shoal_worker.tensor_parallel.split_plan import (
     Distributor,
     PlanEntry,
     Share,
     Style,
     TensorParallelPlan,
 )
-from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
 # torch.compile cannot trace a region (placing a packed DTensor fails in Dynamo), so a model is not

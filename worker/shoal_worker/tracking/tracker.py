@@ -39,7 +39,7 @@ _MOST_KEPT: Final = 1_000
 
 
 @dataclass(frozen=True)
-class Standing:
+class SessionValues:
     """Values of a session whose changes are reported as events."""
 
     generation: int
@@ -99,7 +99,7 @@ class Tracker:
         self._due: dict[str, tuple[int, int]] = {}
         """Reported numbers that must be written: name -> ordinal of the report, and its step."""
         self._counts = {name: each.count for name, each in session.progress.reported.items()}
-        self._before = Standing.of(session)
+        self._before = SessionValues.of(session)
         self._ended = threading.Event()
         """Set when this rank leaves the run, or its process ends."""
         # runs after callbacks that are registered later, such as the callback that waits for a
@@ -147,7 +147,7 @@ class Tracker:
 
     def _step_committed(self, step: int) -> None:
         self._take_reported(step)  # losses that were reported within the step
-        now, before = Standing.of(self._session), self._before
+        now, before = SessionValues.of(self._session), self._before
         self._before = now
         last, self._committed = self._reported, step
         repeats = step <= last
@@ -230,7 +230,7 @@ class Tracker:
 
 
 def changes(
-    before: Standing, now: Standing, *, step: int, last: int | None
+    before: SessionValues, now: SessionValues, *, step: int, last: int | None
 ) -> list[tuple[EventKind, str]]:
     """Returns the events, as kind and text, between two committed steps of one rank. `step`: the
     second of these steps. `last`: newest written step, if steps are repeated; otherwise None."""

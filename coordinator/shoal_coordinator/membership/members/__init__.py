@@ -1,8 +1,8 @@
 """Rules about members and their generations.
 
-- `joining`, `leaving`: members join and leave. `recovery`: members return after Redis has lost
-  generations. `streams`: a member's stream breaks although the member has not left. `absence`:
-  members stop sending heartbeats.
+- `joining`, `leaving`: members join and leave. `readmission`: members return after Redis has lost
+  generations. `closed_streams`: a member's stream breaks although the member has not left.
+  `absence`: members stop sending heartbeats.
 - `generations`: decides when a new generation is due. `forming`: chooses its members and ranks.
 - `machines`: refuses machines, and excludes machines whose workers die repeatedly.
 - `failures`: collectives fail. `stalls`: a step makes no progress. `stragglers`: a member is slower

@@ -55,7 +55,7 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
         if (
             member is None
             or pulse is None
-            or (why := _why_put_out(draft, member, pulse, heard)) is None
+            or (why := _why_evicted(draft, member, pulse, heard)) is None
         ):
             continue
         detail = f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, {why}"
@@ -124,7 +124,7 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
     )
 
 
-def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
+def _why_evicted(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
     """Returns the reason for evicting a silent member; None if no member is known to be waiting for
     it."""
     longest_ms = (

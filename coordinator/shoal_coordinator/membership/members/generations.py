@@ -10,7 +10,7 @@ from shoal_coordinator.membership.members.absence import lose_absent, somebody_a
 from shoal_coordinator.membership.members.failures import incident_moot
 from shoal_coordinator.membership.members.forming import draining_in_group, form, holds_state
 from shoal_coordinator.membership.members.joining import FEW_READY, stop_for
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhase
@@ -40,7 +40,7 @@ def generation_due(draft: Draft) -> None:
         _after_failure(draft)
     elif draft.phase is JobPhase.RUNNING:
         _at_border(draft)
-    _tell_unplaced(draft)
+    _notify_unplaced(draft)
 
 
 def _after_failure(draft: Draft) -> None:
@@ -123,7 +123,7 @@ def _may_supersede(draft: Draft) -> bool:
     if (
         generation is None
         or draft.formed_ms is None
-        or draft.now.ms >= draft.formed_ms + draft.policy.border_patience_ms
+        or draft.now.ms >= draft.formed_ms + draft.policy.boundary_patience_ms
     ):
         return True
     taken = sum(draft.works_in(rank.member_id) >= generation.number for rank in generation.ranks)
@@ -156,7 +156,7 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
     draft.effects.append(SendMembers(generation=draft.number, member_ids=(), key_digests=()))
 
 
-def _tell_unplaced(draft: Draft) -> None:
+def _notify_unplaced(draft: Draft) -> None:
     """Notifies members that have just begun to wait of the reason. If the reason has changed,
     notifies all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (

@@ -15,7 +15,7 @@ from shoal_common.errors import (
 )
 
 from shoal_coordinator.membership.members.machines import check_machine
-from shoal_coordinator.membership.members.recovery import knows_of_lost, readmit
+from shoal_coordinator.membership.members.readmission import knows_of_lost, readmit
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendDrain, SendGeneration, SendStop
 from shoal_coordinator.membership.model.events import LeaveReason, MemberJoined, MemberReady

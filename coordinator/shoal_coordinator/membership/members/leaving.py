@@ -11,7 +11,7 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 from shoal_coordinator.membership.members.forming import holds_state, named
 from shoal_coordinator.membership.members.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.members.machines import member_died, member_gone
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import (
     EndSession,
@@ -86,12 +86,12 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
         if draft.phase is not JobPhase.FINISHED:
             reason = f"member {member.member_id} reached the end of its script"
             _finish(draft, reason)
-            _tell_awaiting(draft, member, reason, finished_steps=event.steps)
+            _notify_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
         # All members leave at the same step boundary, so the remaining members have also passed the
         # last step and only have to leave.
         if not draft.departing:
-            _tell_awaiting(draft, member, draft.stop_reason)
+            _notify_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
         # It left at a step boundary before a generation without it was written: on SIGTERM, or
@@ -279,7 +279,7 @@ def _finish(draft: Draft, reason: str) -> None:
     draft.unplaced.clear()
 
 
-def _tell_awaiting(
+def _notify_awaiting(
     draft: Draft, left: Member, reason: str, *, finished_steps: int | None = None
 ) -> None:
     """Stops members that would wait in vain because `left` has left before it adopted the newest

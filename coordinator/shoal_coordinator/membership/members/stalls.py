@@ -16,7 +16,7 @@ from typing import Final
 
 from shoal_coordinator.membership.members.failures import stuck_members
 from shoal_coordinator.membership.members.leaving import member_lost
-from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.readmission import is_recovering
 from shoal_coordinator.membership.members.stragglers import (
     Report,
     behind_connection,
@@ -65,12 +65,12 @@ def stalls_due(draft: Draft) -> None:
         or is_recovering(draft)
         or draft.phase not in (JobPhase.RUNNING, JobPhase.STOPPING)
     ):
-        _tell(draft, generation, "")
+        _notify(draft, generation, "")
         return
     places = _places(draft, generation)
-    _put_out_hung(draft, places)
+    _evict_hung(draft, places)
     if draft.broken:
-        _tell(draft, generation, "")
+        _notify(draft, generation, "")
         return
     reach = _out_of_reach(places)
     text = (
@@ -79,7 +79,7 @@ def stalls_due(draft: Draft) -> None:
         else _explain(draft, places, reach)
     )
     silent = _silent_members(draft, places) if text else ()
-    _tell(draft, generation, text, reach, silent)
+    _notify(draft, generation, text, reach, silent)
     if not text:
         find_stragglers(draft, generation)
 
@@ -112,7 +112,7 @@ def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Pl
     return waiting, working, silent
 
 
-def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
+def _evict_hung(draft: Draft, places: Sequence[Place]) -> None:
     waiting, working, silent = _divide(draft, places)
     if not waiting:
         return
@@ -257,7 +257,7 @@ def _names(places: Sequence[Place]) -> str:
     )
 
 
-def _tell(
+def _notify(
     draft: Draft,
     generation: Generation | None,
     text: str,

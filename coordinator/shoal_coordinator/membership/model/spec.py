@@ -112,7 +112,7 @@ class Policy:
     broken network does not cause an endless series of generations."""
     fresh_generation_ms: int = 10_000
     """Age in milliseconds below which a generation counts as fresh."""
-    border_patience_ms: int = 5_000
+    boundary_patience_ms: int = 5_000
     """Maximum wait, before a generation for joins and drains (BORDER) is formed, until all members
     have reported that they are working in the previous generation. A generation must not be
     replaced while members are still adopting it."""

@@ -36,9 +36,9 @@ from shoal_coordinator.membership.servers.places import (
     holds_something,
     of_place,
     primaries,
-    tell_all_settled,
-    tell_move,
-    tell_settled,
+    send_all_settled,
+    send_move,
+    send_settled,
 )
 from shoal_coordinator.membership.servers.rebalancing import next_move
 
@@ -100,7 +100,7 @@ def move_reported(draft: Draft, event: MoveReported) -> None:
         return
     move = draft.moves.under_way
     if event.move <= draft.moves.settled:
-        tell_settled(draft, giver)
+        send_settled(draft, giver)
     elif move is not None and event.move == move.number and giver.index == move.giver:
         _settle(draft, move, event)
 
@@ -134,7 +134,7 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
         draft.records.append(Record(kind="partitions_moved", attributes=attributes))
     draft.moves = replace(draft.moves, settled=move.number, under_way=None)
     draft.look_at_moves_ms = draft.now.ms
-    tell_all_settled(draft)
+    send_all_settled(draft)
 
 
 def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
@@ -234,7 +234,7 @@ def _begin_next(draft: Draft) -> None:
             f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to "
             f"server {move.receiver}"
         )
-        tell_move(draft, giver)
+        send_move(draft, giver)
     else:
         draft.look_at_moves_ms = min([*not_giving.values(), *not_taking.values()], default=None)
 
@@ -264,8 +264,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """Tells the connected servers of a drained place to exit. Once none is alive, removes the
-    place; a server that reconnects later is told to exit then."""
+    """Asks the connected servers of a drained place to exit. Once none is alive, removes the
+    place; a server that reconnects later is asked to exit then."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:

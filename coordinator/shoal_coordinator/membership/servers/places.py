@@ -49,7 +49,7 @@ def next_epoch(draft: Draft, index: int) -> None:
     draft.put_server(replace(primary, epoch=primary.epoch + 1))
 
 
-def tell_place(draft: Draft, index: int) -> None:
+def send_place(draft: Draft, index: int) -> None:
     """Sends the connected servers of a place their roles, and sends its primary the state of the
     moves."""
     primary, backup = (
@@ -69,11 +69,11 @@ def tell_place(draft: Draft, index: int) -> None:
                     in_sync=backup is not None and backup.in_sync,
                 )
             )
-    tell_settled(draft, primary)
-    tell_move(draft, primary)
+    send_settled(draft, primary)
+    send_move(draft, primary)
 
 
-def tell_settled(draft: Draft, primary: Server) -> None:
+def send_settled(draft: Draft, primary: Server) -> None:
     """Sends a primary the number of the last move that has ended, if the primary is connected."""
     if draft.layout is not None and primary.alive:
         draft.effects.append(
@@ -83,13 +83,13 @@ def tell_settled(draft: Draft, primary: Server) -> None:
         )
 
 
-def tell_all_settled(draft: Draft) -> None:
+def send_all_settled(draft: Draft) -> None:
     """Sends each connected primary the number of the last move that has ended."""
     for primary in primaries(draft).values():
-        tell_settled(draft, primary)
+        send_settled(draft, primary)
 
 
-def tell_move(draft: Draft, primary: Server) -> None:
+def send_move(draft: Draft, primary: Server) -> None:
     """Sends the current move to a primary, if the primary is connected and is the giver."""
     move = draft.moves.under_way
     if move is None or move.giver != primary.index or not primary.alive:

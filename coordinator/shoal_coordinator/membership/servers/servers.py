@@ -42,8 +42,8 @@ from shoal_coordinator.membership.servers.places import (
     next_epoch,
     of_place,
     primaries,
-    tell_all_settled,
-    tell_place,
+    send_all_settled,
+    send_place,
 )
 
 
@@ -132,7 +132,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             server_id=server.server_id,
         )
     )
-    tell_place(draft, server.index)
+    send_place(draft, server.index)
     return Registered(index=server.index)
 
 
@@ -179,7 +179,7 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
         next_epoch(draft, server.index)
     else:
         _promote(draft, server)
-    tell_place(draft, server.index)
+    send_place(draft, server.index)
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
@@ -209,7 +209,7 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
     )
     if not event.in_sync:
         next_epoch(draft, primary.index)
-    tell_place(draft, primary.index)
+    send_place(draft, primary.index)
 
 
 def _promote(draft: Draft, lost: Server) -> None:
@@ -275,7 +275,7 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
     }
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
     draft.look_at_moves_ms = draft.now.ms
-    tell_all_settled(draft)
+    send_all_settled(draft)
     return draft.layout
 
 

@@ -16,7 +16,7 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from shoal_worker.object_storage import local_directory
 
 from shoal.cli.terminal.plot import check_plot, draw
-from shoal.cli.terminal.progress import BarWriter, PlainLines
+from shoal.cli.terminal.progress_bar import BarWriter, PlainLines
 from shoal.launcher.report.account import (
     RunFigures,
     figures_lines,
@@ -144,7 +144,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         finally:
             if bar is not None:
                 bar.end()
-            _tell_figures(settings, agent.figures, note)
+            _show_figures(settings, agent.figures, note)
             if recorder is not None:
                 recorder.end(
                     outcome,
@@ -157,13 +157,13 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
             note(stopped_line(agent.figures, result.stopped))
         elif result.outcome is Outcome.INTERRUPTED and agent.figures.steps:
             note(interrupted_line(agent.figures))
-        summary = _tell_result(settings, result, pump, note)
+        summary = _show_result(settings, result, pump, note)
         for problem in () if recorder is None else recorder.problems:
             note(problem)
     return RunExit(result, summary)
 
 
-def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
+def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
     """Prints the run's figures and draws its plot, even if the run failed."""
     for line in figures_lines(figures):
         note(line)
@@ -200,7 +200,7 @@ def _site(settings: RunSettings, note: Note) -> Site:
     return SharedSite(settings, note=note)
 
 
-def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
+def _show_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
     """Prints the result and returns the printed summary of failures."""
     summary = ""
     if result.failures:

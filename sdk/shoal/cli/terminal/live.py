@@ -92,7 +92,7 @@ class LiveView:
         from shoal_common.errors import ShoalError
         from shoal_common.rpc.channel import ChannelSettings
 
-        from shoal.cli.terminal.progress import StatusLine
+        from shoal.cli.terminal.progress_bar import StatusLine
         from shoal.cli.terminal.view import job_view
         from shoal.client import Client
 

@@ -35,9 +35,9 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.data import training_loader
 from shoal.integrations.lightning.evaluation import ElasticEvaluation
+from shoal.integrations.lightning.fit_state import Progress
 from shoal.integrations.lightning.in_step import InStep
 from shoal.integrations.lightning.metrics import Metrics
-from shoal.integrations.lightning.progress import Progress
 from shoal.integrations.lightning.results import Held, Missing, Results, check_alike
 
 

@@ -45,7 +45,7 @@ from shoal.integrations.transformers.arguments import (
     order_of,
 )
 from shoal.integrations.transformers.evaluation import concatenated
-from shoal.integrations.transformers.progress import Progress
+from shoal.integrations.transformers.loop_counters import Progress
 
 
 class Trainer(transformers.Trainer):

@@ -172,7 +172,7 @@ class RunAccount:
         self.pauses: list[Pause] = []
         self._unreported: list[Change] = []
         """Membership changes that have not been matched with a pause yet."""
-        self._standing: list[Standstill] = []
+        self._unexplained: list[Standstill] = []
         """Pauses without a known cause."""
         self._servers: list[tuple[int, Change]] = []
         """Lost parameter servers and stalled steps, each with the time of its report."""
@@ -181,7 +181,7 @@ class RunAccount:
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
         """Adds all commits of the workers so far. `settle`: True if no further commits will
         follow."""
-        self._standing += self.course.take(tallies, now_ns, settle=settle)
+        self._unexplained += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
         """Returns whether to request events from the coordinator because a pause is unexplained.
@@ -194,7 +194,7 @@ class RunAccount:
         )
         return (
             self.course.generation > known
-            or bool(self._standing)
+            or bool(self._unexplained)
             or now_ns > self.course.last_ns + idle_ns
         )
 
@@ -213,7 +213,7 @@ class RunAccount:
 
     def _lines(self, now_ns: int) -> list[str]:
         lines, kept = [], []
-        for standstill in self._standing:
+        for standstill in self._unexplained:
             changes = [
                 change
                 for change in self._unreported
@@ -233,7 +233,7 @@ class RunAccount:
             if changes:
                 self.pauses.append(Pause(standstill=standstill, changes=tuple(changes)))
                 lines.append(self.pauses[-1].text)
-        self._standing = kept
+        self._unexplained = kept
         self._servers = [
             entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
         ]

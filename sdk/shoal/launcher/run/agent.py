@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shoal_common.errors import PreconditionError, ShoalError
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.machines.health import check_clock, check_machine, failures_text
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_TELL_EVERY_S: Final = 10.0
-_TELL_AGAIN_S: Final = 25.0
+_REPORT_EVERY_S: Final = 10.0
+_REPORT_AGAIN_S: Final = 25.0
 """Seconds without output after which the same line about the start is printed again."""
 _KILL_TIMEOUT: Final = timedelta(seconds=10)
-_TELL_TIMEOUT: Final = timedelta(seconds=10)
+_REPORT_TIMEOUT: Final = timedelta(seconds=10)
 _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
@@ -65,7 +65,7 @@ _LOOK_S: Final = 5.0
 """Interval in seconds between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
 """A worker that has committed a step within this time cannot be hung and is not checked."""
-_PUT_OUT_GRACE: Final = timedelta(seconds=20)
+_EVICTED_GRACE: Final = timedelta(seconds=20)
 """Maximum time for an evicted worker to exit on its own. It learns of its eviction within a second
 or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
@@ -152,7 +152,7 @@ class Agent:
         """Time of the first signal, by the event loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
         """Tasks that are about to start a replacement."""
-        self._telling: set[asyncio.Task[None]] = set()
+        self._reporting: set[asyncio.Task[None]] = set()
         """Tasks that notify other launchers that the job has failed."""
         self._why = ""
         """Reason why the job is ending, as given by the coordinator."""
@@ -199,7 +199,7 @@ class Agent:
             return Outcome.STOPPED
         if code == 0:
             return Outcome.COMPLETED
-        interrupted = self._is_interrupted or code == PUT_OUT
+        interrupted = self._is_interrupted or code == EVICTED
         return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
 
     def _reason(self) -> str:
@@ -229,7 +229,7 @@ class Agent:
             self._site.begin(self._starter.warm.start_service)
             self._spawn(self._start_over(again=False))
             self._spawn(self._open())
-            self._spawn(self._tell_waits())
+            self._spawn(self._report_waits())
             try:
                 return await self._finished
             finally:
@@ -333,9 +333,9 @@ class Agent:
                 self._spawn(self._wind_down(timedelta(0)))
                 return
         self._spawn(self._follow_moves())
-        self._spawn(self._kill_those_put_out(self._reporter))
+        self._spawn(self._kill_evicted(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
-        self._spawn(self._tell_missing_servers(self._reporter))
+        self._spawn(self._report_missing_servers(self._reporter))
         try:
             await self._site.keep()
         except ShoalError:
@@ -354,7 +354,7 @@ class Agent:
             if not await self._is_elastic():
                 await self._start_over(again=False, left=left)
 
-    async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
+    async def _kill_evicted(self, reporter: ExitReporter) -> None:
         """Kills evicted workers that do not exit on their own. A hung worker would keep its memory,
         block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
@@ -363,36 +363,36 @@ class Agent:
             now = asyncio.get_running_loop().time()
             for worker in [each for each in self._workers if each.may_hang(_QUIET)]:
                 if not await self._in_thread(
-                    functools.partial(reporter.is_put_out, worker.member_id)
+                    functools.partial(reporter.is_evicted, worker.member_id)
                 ):
                     known.pop(worker, None)  # the worker may be a member again
-                elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
+                elif now >= known.setdefault(worker, now) + _EVICTED_GRACE.total_seconds():
                     self._note(
                         f"worker {worker.index} (pid {worker.child.pid}) was evicted from the "
                         f"job {now - known[worker]:.0f} s ago and has not exited; killing it"
                     )
                     worker.child.kill()
 
-    async def _tell_missing_servers(self, reporter: ExitReporter) -> None:
+    async def _report_missing_servers(self, reporter: ExitReporter) -> None:
         """Prints every ten seconds which parameter servers are missing, until the first step is
         committed."""
         while not self._follower.account.course.has_begun:
-            await asyncio.sleep(_TELL_EVERY_S)
+            await asyncio.sleep(_REPORT_EVERY_S)
             if missing := await self._in_thread(reporter.missing_servers):
                 self._note(f"job {self._settings.job_id}: {missing}")
 
-    async def _tell_waits(self) -> None:
+    async def _report_waits(self) -> None:
         """Prints what the start is waiting for whenever nothing has been printed for ten seconds,
         until the first step is committed."""
         loop = asyncio.get_running_loop()
-        began = told_at = loop.time()
+        began = reported_at = loop.time()
         last = ""
         while not (self._follower.account.course.has_begun or self._ending):
-            await asyncio.sleep(_TELL_EVERY_S / 10)
+            await asyncio.sleep(_REPORT_EVERY_S / 10)
             # a stopped terminal has not accepted the last line yet
-            quiet_s = min(self._pump.quiet_s, loop.time() - told_at)
+            quiet_s = min(self._pump.quiet_s, loop.time() - reported_at)
             seconds = loop.time() - began
-            if quiet_s < _TELL_EVERY_S:
+            if quiet_s < _REPORT_EVERY_S:
                 continue
             waits = awaited(
                 checking=self._health is not None and not self._health.done(),
@@ -403,8 +403,8 @@ class Agent:
                 joined=sum(worker.has_joined for worker in self._workers),
                 seconds=seconds,
             )
-            if waits and (waits != last or quiet_s >= _TELL_AGAIN_S):
-                last, told_at = waits, loop.time()
+            if waits and (waits != last or quiet_s >= _REPORT_AGAIN_S):
+                last, reported_at = waits, loop.time()
                 self._note(f"waiting for {waits}; {seconds:.0f} s since the start")
 
     async def _is_elastic(self) -> bool:
@@ -600,7 +600,7 @@ class Agent:
             or (report is not None and (report.was_member or report.job.ours > 0)),
         )
         if policy.fails_job and policy.fatal is ended:
-            self._tell_failure(worker, ended)
+            self._report_failure(worker, ended)
         what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
         if action is Action.REPLACE:
             self._replace(ended.index, what)
@@ -698,19 +698,19 @@ class Agent:
             if known:
                 self._note(
                     f"job {job} is not finished: the last workers on this machine left "
-                    f"because they were asked to (exit status {PUT_OUT})"
+                    f"because they were asked to (exit status {EVICTED})"
                 )
             else:
                 self._note(
                     f"cannot tell whether job {job} is finished: its workers on this machine "
                     f"ended, and the coordinator at {self._site.coordinator} does not respond"
                 )
-        if self._telling:
+        if self._reporting:
             self._spawn(self._wind_down(timedelta(0)))
         else:
             self._finish_as_known()
 
-    def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
+    def _report_failure(self, worker: Worker, ended: WorkerExit) -> None:
         """Reports a failed worker to the coordinator, which stops all workers of the job, and to
         the other launchers."""
         reporter = self._reporter
@@ -724,8 +724,8 @@ class Agent:
             self._site.fail(failure_line(ended))
 
         task = self._spawn(self._in_thread(tell))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
     async def _wind_down(self, grace: timedelta) -> None:
         self._ending = True
@@ -737,8 +737,8 @@ class Agent:
         """Waits, for a few seconds at most, until other launchers have been notified of a failure
         and it is known whether the job is finished."""
         reporter = self._reporter
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
+        if self._reporting:
+            await asyncio.wait(self._reporting, timeout=_REPORT_TIMEOUT.total_seconds())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NEWS_TIMEOUT.total_seconds()):
                 while (
@@ -759,7 +759,7 @@ class Agent:
     def _refuse(self, why: str) -> None:
         if not self._policy.refused:
             self._policy.refused = why
-            self._note(f"{why} (exit status {PUT_OUT})")
+            self._note(f"{why} (exit status {EVICTED})")
 
     def _finish_as_known(self) -> None:
         stopped_by = signal.SIGTERM if self._notice is not None else self._signal

@@ -41,7 +41,7 @@ data."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class NodeStatus:
     """A launcher's knowledge of its place among the launchers of its job."""
 
     generation: int
@@ -82,7 +82,7 @@ class NodeSession:
             on_job_lost: creates the job again if the coordinator no longer has it; raises
                 ShoalError.
         """
-        self.standing = Standing(
+        self.node_status = NodeStatus(
             generation=0, placement=None, why="no message from the coordinator yet"
         )
         self.stopped: str | None = None
@@ -164,7 +164,7 @@ class NodeSession:
     def _come_back(self, why: str) -> None:
         """Makes the next stream join as a new member."""
         self._join.member_id = str(uuid.uuid4())
-        self.standing = Standing(generation=0, placement=None, why=why)
+        self.node_status = NodeStatus(generation=0, placement=None, why=why)
 
     def _heard(self, directive: pb.MemberDirective) -> None:
         match directive.WhichOneof("directive"):
@@ -176,12 +176,12 @@ class NodeSession:
                 if ranks:
                     placement = _placement(ranks, self._join.member_id)
                     starts = tuple(rank.donor_key for rank in ranks)
-                    self.standing = Standing(
+                    self.node_status = NodeStatus(
                         generation=generation.number, placement=placement, starts=starts
                     )
             case "standby":
-                self.standing = Standing(
-                    generation=self.standing.generation,
+                self.node_status = NodeStatus(
+                    generation=self.node_status.generation,
                     placement=None,
                     why=directive.standby.reason,
                 )
@@ -210,7 +210,7 @@ class NodeSession:
         """Yields the messages to send on one stream. gRPC iterates over it."""
         join = pb.Join()
         join.CopyFrom(self._join)
-        join.last_generation = self.standing.generation
+        join.last_generation = self.node_status.generation
         yield pb.MemberMessage(join=join)
         yield pb.MemberMessage(ready=pb.Ready())
         while True:

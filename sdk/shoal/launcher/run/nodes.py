@@ -40,7 +40,7 @@ from shoal.launcher.clusters.cluster import StartService
 from shoal.launcher.clusters.jobs import JobSettings, launchers_job_id
 from shoal.launcher.processes.credentials import member_channel
 from shoal.launcher.processes.ports import ReservedPort
-from shoal.launcher.run.node_session import NodeSession, Standing
+from shoal.launcher.run.node_session import NodeSession, NodeStatus
 from shoal.launcher.run.reporter import ExitReporter
 from shoal.launcher.run.site import Ending, RunCompletedError
 from shoal.launcher.workers.environment import NodePlacement
@@ -91,9 +91,9 @@ class SharedSite:
         self._session: NodeSession | None = None
         self._port: ReservedPort | None = None
         self._placed: tuple[str, ...] = ()
-        """Value of `Standing.starts` when the workers were last started."""
-        self._received: Standing | None = None
-        """Latest standing that `moved` or `place` has passed to the agent; None before the first
+        """Value of `NodeStatus.starts` when the workers were last started."""
+        self._received: NodeStatus | None = None
+        """Latest status that `moved` or `place` has passed to the agent; None before the first
         place."""
         self._left_alone = False
         """True if the coordinator refused the session while workers were running. The workers
@@ -148,7 +148,7 @@ class SharedSite:
             async with asyncio.timeout(timeout_s):
                 return await self._agreed_place()
         except TimeoutError:
-            why = self._session.standing.why if self._session is not None else ""
+            why = self._session.node_status.why if self._session is not None else ""
             raise DeadlineError(
                 f"{self._settings.nodes.least} launchers for {self._run_name} did not all join "
                 f"within {timeout_s:g} s"
@@ -162,25 +162,25 @@ class SharedSite:
         alone_since: float | None = None
         while True:
             session, received = self._session, self._received
-            standing = session.standing if session is not None else None
+            node_status = session.node_status if session is not None else None
             if (
                 session is None
-                or standing is None
+                or node_status is None
                 or received is None
-                or (standing.placement is None and received.placement is None)
+                or (node_status.placement is None and received.placement is None)
             ):
                 await self._wait_for_change()
                 continue
-            if standing.placement is None:
+            if node_status.placement is None:
                 alone_since = self._loop.time() if alone_since is None else alone_since
                 left_s = alone_since + _WITHOUT_A_PLACE.total_seconds() - self._loop.time()
                 if left_s > 0:
                     await self._wait_for_change(timeout_s=left_s)
                     continue
             alone_since = None
-            session.works_in = standing.generation
-            if standing.starts != received.starts:
-                self._received = standing
+            session.works_in = node_status.generation
+            if node_status.starts != received.starts:
+                self._received = node_status
                 return
             await self._wait_for_change()
 
@@ -205,7 +205,7 @@ class SharedSite:
             if self._session is not None:
                 self._take_leave(self._session, ending)
             if self.run is not None:
-                self._tell_end(ending)
+                self._announce_end(ending)
         finally:
             self._client.close()
             if self._port is not None:
@@ -464,17 +464,17 @@ class SharedSite:
                 continue
             if session.error is not None:
                 raise session.error
-            standing = session.standing
-            if standing.placement is None:
+            node_status = session.node_status
+            if node_status.placement is None:
                 await self._wait_for_change()
-            elif standing.starts == self._placed:
+            elif node_status.starts == self._placed:
                 # The workers on this machine were stopped, but the place is unchanged. The other
                 # launchers must learn that the next workers are new.
                 await self._join_anew("its workers are being restarted")
             else:
-                self._received, self._placed = standing, standing.starts
-                session.works_in = standing.generation
-                return standing.placement
+                self._received, self._placed = node_status, node_status.starts
+                session.works_in = node_status.generation
+                return node_status.placement
 
     def _raise_if_stopped(self, session: NodeSession) -> None:
         if session.stopped is not None:
@@ -505,7 +505,7 @@ class SharedSite:
                     "have finished" if ending is Ending.FINISHED else "failed"
                 )
 
-    def _tell_end(self, ending: Ending) -> None:
+    def _announce_end(self, ending: Ending) -> None:
         """Reports the outcome of a plain script's run. Its workers are not members of the job and
         cannot report it themselves. The coordinator ignores a report about a different run."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):

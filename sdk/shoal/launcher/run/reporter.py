@@ -26,7 +26,7 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.clusters.keeper import NOBODY
+from shoal.launcher.clusters.cluster_keeper import NOBODY
 from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.workers.environment import machine_name
 from shoal.launcher.workers.policy import JobEnd
@@ -172,7 +172,7 @@ class ExitReporter:
                 deadline=_CALL_DEADLINE,
             )
 
-    def is_put_out(self, member_id: str) -> bool:
+    def is_evicted(self, member_id: str) -> bool:
         """Returns whether the coordinator has evicted a member. No other member then waits for its
         process. Blocks for at most 2 s."""
         try:

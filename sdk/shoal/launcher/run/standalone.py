@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shoal_common.formats.runs import Run
 
 from shoal.launcher.clusters.cluster import LocalCluster, StartService
+from shoal.launcher.clusters.cluster_keeper import ClusterKeeper
 from shoal.launcher.clusters.jobs import JobSettings
-from shoal.launcher.clusters.keeper import ClusterKeeper
 from shoal.launcher.processes.ports import ReservedPort
 from shoal.launcher.run.site import Ending
 from shoal.launcher.workers.environment import NodePlacement

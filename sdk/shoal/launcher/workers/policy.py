@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from shoal_common.exit_status import PREEMPTED, PUT_OUT
+from shoal_common.exit_status import EVICTED, PREEMPTED
 
 from shoal.launcher.processes.process import ExitStatus
 
@@ -104,7 +104,7 @@ class WorkerExit:
         how the process then ended. False if the worker was evicted."""
         return (
             not self.left
-            and self.status.code != PUT_OUT
+            and self.status.code != EVICTED
             and (bool(self.message) or not self.status.signal)
         )
 
@@ -162,7 +162,7 @@ class RestartPolicy:
         """Failures that the run did not recover from. Failures of scripts come before failures of
         processes; both are ordered by time."""
         return sorted(
-            self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
+            self._failures, key=lambda failure: (failure.status.code == EVICTED, failure.unix_s)
         )
 
     def started_all(self) -> None:
@@ -258,7 +258,7 @@ class RestartPolicy:
         if self.fatal is not None:
             return self.fatal.status.code
         if self.refused and not self.end.is_over and not signal_number:
-            return PUT_OUT
+            return EVICTED
         if not self.elastic:
             return (
                 128 + signal_number
@@ -270,9 +270,9 @@ class RestartPolicy:
         if self.end is JobEnd.COMPLETED:
             return 0
         if self.end is JobEnd.STOPPED and not signal_number:
-            return PUT_OUT if self._fail_on_stop else 0
+            return EVICTED if self._fail_on_stop else 0
         if self.end is JobEnd.FAILED:
             return 1
         if signal_number:
             return 128 + signal_number
-        return self.failures[0].status.code if self._failures else PUT_OUT
+        return self.failures[0].status.code if self._failures else EVICTED

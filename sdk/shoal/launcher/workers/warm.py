@@ -96,7 +96,7 @@ class WarmWorkers:
         verdict = judge(command, environment) if wanted else None
         self._usable = verdict is not None and verdict.warm
         if verdict is not None and verdict.reason:
-            self._tell_fresh(verdict.reason)
+            self._explain_fresh(verdict.reason)
 
     @property
     def is_ready(self) -> bool:
@@ -129,7 +129,7 @@ class WarmWorkers:
             if loop.time() >= give_up_at and used_s < before_s + _BUSY_CPU_S:
                 break
         if not self._settled.is_set():
-            self._tell_fresh(
+            self._explain_fresh(
                 f"the warm process did not import torch within {_IMPORT_TIMEOUT.total_seconds():g} "
                 "s"
             )
@@ -141,7 +141,7 @@ class WarmWorkers:
             if (child := self._fork(command, environment)) is not None:
                 return child
         except WarmProcessError as error:
-            self._tell_fresh(str(error))
+            self._explain_fresh(str(error))
         return Child(
             command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -193,7 +193,7 @@ class WarmWorkers:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
 
-    def _tell_fresh(self, reason: str) -> None:
+    def _explain_fresh(self, reason: str) -> None:
         if reason not in self._noted:
             self._noted.add(reason)
             self._note(f"workers start in fresh interpreters: {reason}")
@@ -205,13 +205,13 @@ class WarmWorkers:
             try:
                 process = _WarmProcess(self._environment)
             except OSError as error:
-                self._tell_fresh(f"the warm process could not be started: {error}")
+                self._explain_fresh(f"the warm process could not be started: {error}")
                 self._settled.set()
                 return
             self._importing = process.child.pid
             try:
                 if problem := await process.problem():
-                    self._tell_fresh(problem)
+                    self._explain_fresh(problem)
                     return
                 self._process = process
                 self._settled.set()
@@ -226,7 +226,7 @@ class WarmWorkers:
                 self._process = None
                 process.close()
                 self._settled.set()
-        self._tell_fresh(
+        self._explain_fresh(
             f"{_MOST_SHORT_LIVES} warm processes in a row ended within {_SHORT_LIFE_S:g} s"
         )
 

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, NoReturn
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from torch.distributed import Work
 
 from shoal_worker.backends import native_threads
@@ -199,17 +199,17 @@ class Ending:
     def _keep_limit(self, limit_s: float) -> None:
         if not self._over.wait(limit_s):
             self._end_process(
-                PUT_OUT,
+                EVICTED,
                 f"{self._device.where} was still busy {limit_s:g} s after a group on it had "
-                f"ended, so its memory cannot be reused. This worker exits with status {PUT_OUT} "
+                f"ended, so its memory cannot be reused. This worker exits with status {EVICTED} "
                 "for its launcher to restart it",
             )
 
     def failed(self, cause: str) -> NoReturn:
         """Exits the process because the device has failed."""
         self._end_process(
-            PUT_OUT,
-            f"{self._device.where} failed ({cause}). This worker exits with status {PUT_OUT} for "
+            EVICTED,
+            f"{self._device.where} failed ({cause}). This worker exits with status {EVICTED} for "
             "its launcher to restart it",
         )
 

@@ -3,5 +3,5 @@
 `stream` defines the supported kinds. `reader` reads a stream from any position, in this process or
 in data workers (`sources`). `fingerprints` are used to check that a stream repeats its items.
 `position_supply` deals a stream's steps by position, and `shard_supply` deals them by `lanes`;
-`supply` contains their common code. `evaluation` deals a stream for evaluation.
+`supply` contains their common code. `evaluation_batches` deals a stream for evaluation.
 """

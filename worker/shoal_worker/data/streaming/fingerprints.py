@@ -172,7 +172,7 @@ def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
     ]
 
 
-def tells_apart(value: Any, depth: int = 0) -> bool:
+def distinguishes(value: Any, depth: int = 0) -> bool:
     """Returns whether the item contains strings, bytes or integers, so that its fingerprint differs
     from the fingerprints of other items."""
     match value:
@@ -190,10 +190,10 @@ def tells_apart(value: Any, depth: int = 0) -> bool:
         case _ if depth == _DEEPEST:
             return False
         case Mapping() | list() | tuple():
-            return any(tells_apart(each, depth + 1) for each in _members(value))
+            return any(distinguishes(each, depth + 1) for each in _members(value))
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return any(
-                tells_apart(getattr(value, field.name), depth + 1)
+                distinguishes(getattr(value, field.name), depth + 1)
                 for field in dataclasses.fields(value)
             )
     return False

@@ -123,12 +123,12 @@ class ShardSupply(StreamSupply):
                 for lane in range(len(self._sizes))
             ]
             own = self._read_lanes(wanted, loader)
-            everyones = self._tell(own, allotment, placement, session)
+            everyones = self._exchange(own, allotment, placement, session)
             whole = everyones is not None
             allotment.hear(own if everyones is None else everyones)
             for lane, report in enumerate(everyones or ()):
                 lengths[lane] = report.state_bytes if report is not None else lengths[lane]
-        whole = whole and self._tell_states(lengths, mine, allotment, placement, session)
+        whole = whole and self._exchange_states(lengths, mine, allotment, placement, session)
         total = sum(allotment.counts())
         if whole and (not total or (self._drop_last and total < self._batch_size)):
             self._check_not_empty(total, loader)
@@ -348,7 +348,7 @@ class ShardSupply(StreamSupply):
             len(self._state_of(at.shard, after)) if more else 0,
         )
 
-    def _tell(
+    def _exchange(
         self,
         own: Sequence[Report | None],
         allotment: Allotment,
@@ -406,7 +406,7 @@ class ShardSupply(StreamSupply):
             )
         return b""
 
-    def _tell_states(
+    def _exchange_states(
         self,
         lengths: Sequence[int],
         mine: range,

@@ -100,7 +100,7 @@ class Sources:
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.tell_to_end()
+            worker.request_end()
         for worker in workers:
             worker.end()
 
@@ -253,7 +253,7 @@ class _Worker:
         else:
             self._answers[question] = answer_bytes, error
 
-    def tell_to_end(self) -> None:
+    def request_end(self) -> None:
         """Asks the worker to exit."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(_dumped((next(self._questions), "end")))

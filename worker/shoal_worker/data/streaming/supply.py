@@ -22,7 +22,7 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, Supply
-from shoal_worker.data.streaming.fingerprints import Probe, tells_apart
+from shoal_worker.data.streaming.fingerprints import Probe, distinguishes
 from shoal_worker.data.streaming.sources import Sources
 from shoal_worker.data.streaming.stream import identity_of_stream, makes_of, names_of
 from shoal_worker.elastic.contract.loader_interface import LoaderSession
@@ -166,7 +166,7 @@ def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
     Logs a warning if the numbers differ and the item contains nothing else: the source may split
     its items by rank, or may merely augment them at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
-    if summed is not None and not Probe.alike(summed) and not tells_apart(item):
+    if summed is not None and not Probe.alike(summed) and not distinguishes(item):
         _log.warning(
             "loader %r: the first item of this epoch's stream differs in its numbers between "
             "ranks. This is harmless if the stream augments items at random. Otherwise samples "

@@ -117,7 +117,7 @@ class Reconciliation:
     """State that all ranks continue from; None if no rank has one."""
     donors: tuple[int, ...]
     """Ranks that have the newest state and may send it, ascending."""
-    decided: tuple[int, ...]
+    committed: tuple[int, ...]
     """Ranks in doubt about the step that led to `newest`. They must apply it, because it counts."""
     behind: tuple[int, ...]
     """Ranks that must receive the newest state now: their state is older or missing, and applying
@@ -157,7 +157,7 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
     newest = max((state for r in members if (state := statuses[r].state) is not None), default=None)
     current = tuple(r for r in members if newest is not None and statuses[r].state == newest)
     donors = tuple(r for r in current if not statuses[r].poisoned)
-    decided = tuple(
+    committed = tuple(
         r
         for r in members
         if newest is not None and statuses[r].doubt == newest and not statuses[r].poisoned
@@ -166,12 +166,14 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
     lacking = tuple(
         r
         for r in members
-        if newest is not None and statuses[r].attached and (r not in donors and r not in decided)
+        if newest is not None and statuses[r].attached and (r not in donors and r not in committed)
     )
     overtaken = tuple(r for r in lacking if statuses[r].outcomes < outcomes)
     behind = tuple(r for r in lacking if r not in overtaken)
     moving = tuple(
-        r for r in members if r in decided or (r not in lacking and statuses[r].outcomes < outcomes)
+        r
+        for r in members
+        if r in committed or (r not in lacking and statuses[r].outcomes < outcomes)
     )
     operations = max((statuses[r].operations for r in donors), default=0)
     furthest = next((r for r in donors if statuses[r].operations == operations), None)
@@ -179,7 +181,7 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
     return Reconciliation(
         newest=newest,
         donors=donors,
-        decided=decided,
+        committed=committed,
         behind=behind,
         overtaken=overtaken,
         moving=moving,

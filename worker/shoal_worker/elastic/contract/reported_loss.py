@@ -26,7 +26,7 @@ class ReportedLoss:
         """Losses reported after `_newest` that are still being copied to the host, as (index, copy,
         CUDA event recorded after the copy)."""
 
-    def tell(self, loss: float | torch.Tensor) -> None:
+    def report(self, loss: float | torch.Tensor) -> None:
         """Records a loss. Raises ConfigurationError unless it is a single number on this rank."""
         value = _one_number(loss, self._name)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":

@@ -282,7 +282,7 @@ class Step:
         if self.lost is None:
             self.trace.add(what, self.of)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         """Raises PreconditionError unless the script's inner loop has received all micro-batches of
         this rank. A commit counts all of them as trained on, so none may be skipped."""
         due = self.share.micro_batches if self.share is not None else None

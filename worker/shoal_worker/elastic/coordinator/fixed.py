@@ -71,7 +71,7 @@ class FixedLink:
     def ready(self) -> None:
         """Does nothing, because the rank is assigned from the start."""
 
-    def stands_by(self) -> None:
+    def become_spare(self) -> None:
         """Does nothing, because there is no coordinator to inform."""
 
 

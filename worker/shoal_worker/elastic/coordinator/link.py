@@ -276,7 +276,7 @@ class CoordinatorLink:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
-    def stands_by(self) -> None:
+    def become_spare(self) -> None:
         """Records that this member has a rank but no part of the model, until it enters another
         generation. The run may end without this member.
         """
@@ -368,7 +368,7 @@ class CoordinatorLink:
         return self._fatal
 
     @property
-    def put_out(self) -> ShoalError | None:
+    def evicted(self) -> ShoalError | None:
         """Reason why this process was evicted from its job; None if it was not evicted."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
@@ -407,7 +407,7 @@ class CoordinatorLink:
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """Marks this member as unable to continue in its job. `why`: the reason, which `put_out`
+        """Marks this member as unable to continue in its job. `why`: the reason, which `evicted`
         returns from now on and waiting calls raise.
         """
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))

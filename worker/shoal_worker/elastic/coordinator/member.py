@@ -76,7 +76,7 @@ class Notices(Protocol):
         """Requests a rank."""
         ...
 
-    def stands_by(self) -> None:
+    def become_spare(self) -> None:
         """Reports that this rank has no part of the model until it enters another generation. The
         run may end without this rank."""
         ...

@@ -216,7 +216,7 @@ class Membership:
     def join(self) -> bool:
         """Connects to the coordinator. See `CoordinatorLink.connect` for the result and the
         errors."""
-        self._tell_launcher("joined")
+        self._notify_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group, self._hangs)
         self._watch.start()
@@ -481,10 +481,10 @@ class Membership:
         self.leave_group("this member left the job")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
         if reason == LeaveReason.FINISHED and not asked and not apart:
-            self._tell_launcher("finished")
+            self._notify_launcher("finished")
         return apart
 
-    def _tell_launcher(self, what: str) -> None:
+    def _notify_launcher(self, what: str) -> None:
         """Writes `what` ("joined" or "finished") to the launcher's file, because the launcher needs
         this information even if the coordinator is unavailable."""
         if self._settings.member_file is not None:

@@ -239,7 +239,7 @@ class ProgressMeter:
         for _, committed in self._followers:
             committed(steps)
         if loss is not None:
-            self.loss.tell(loss)
+            self.loss.report(loss)
 
     def pushing(self, batch: int) -> None:
         """Records that the push of a batch begins. `batch`: key of the batch; 0 if it has none."""
@@ -345,7 +345,7 @@ class ProgressMeter:
         """
         for name, value in numbers.items():
             if name == "loss":
-                self.loss.tell(value)
+                self.loss.report(value)
                 continue
             reported = self._reported.get(name)
             if reported is None:
@@ -360,7 +360,7 @@ class ProgressMeter:
                         f"are allowed, and all are in use: {', '.join(self._reported)}"
                     )
                 reported = ReportedLoss(name)
-            reported.tell(value)
+            reported.report(value)
             self._reported = {**self._reported, name: reported}
 
     @property

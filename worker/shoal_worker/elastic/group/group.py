@@ -452,7 +452,7 @@ class Group:
             return [b""] * self.world_size
         if longest > 1 << 20 and 2 * sum(lengths) < longest * self.world_size:
             return [
-                self._tell(payload, rank, length) if length else b""
+                self._broadcast_bytes(payload, rank, length) if length else b""
                 for rank, length in enumerate(lengths)
             ]
         padded = torch.zeros(longest, dtype=torch.uint8)
@@ -461,7 +461,7 @@ class Group:
         gathered = self._all_gather(padded)
         return [bytes(t[:n].numpy()) for t, n in zip(gathered, lengths, strict=True)]
 
-    def _tell(self, payload: bytes, rank: int, length: int) -> bytes:
+    def _broadcast_bytes(self, payload: bytes, rank: int, length: int) -> bytes:
         received = torch.frombuffer(
             bytearray(payload if rank == self.rank else length), dtype=torch.uint8
         )

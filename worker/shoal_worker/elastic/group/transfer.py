@@ -312,7 +312,7 @@ def take_state(
     Raises:
         UnavailableError: a donor failed, or sends too slowly.
         CorruptDataError: a wrong checksum, or invalid data."""
-    failpoint("transfer.before_taking")
+    failpoint("transfer.before_request")
     deadline = time.monotonic() + timeout.total_seconds()
     parts = [
         _Part(address, nonce, i, len(donors), deadline, guard, key=keys[i] if keys else None)

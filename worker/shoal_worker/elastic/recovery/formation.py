@@ -113,9 +113,9 @@ class Formation:
         """The last group that was established, or the group that is about to be established; it may
         have ended. None before the first. Does not show a group whose ranks have met but not
         agreed; see `Member.group`."""
-        self._stands = False
+        self._established = False
         """True if the group is established. Sharded state is then distributed across its ranks."""
-        self._met = False
+        self._agreed = False
         """True if the ranks of the membership's group agree on the state, but the group is not yet
         established."""
         self._outcomes_due = 0
@@ -171,7 +171,7 @@ class Formation:
     @property
     def healthy(self) -> bool:
         """True if a group is established and no collective has failed in it."""
-        return self._stands and self.group is not None and self.group.broken is None
+        return self._established and self.group is not None and self.group.broken is None
 
     @property
     def must_move(self) -> bool:
@@ -216,7 +216,7 @@ class Formation:
         group. `in_operation`: True in an operation between steps; False in a step; None outside of
         both. Raises MembershipChanged if no further group will be formed."""
         self._failed_at = self._failed_at or time.monotonic()
-        self._stands = self._met = False
+        self._established = self._agreed = False
         self._held.interrupted = None
         if self.membership.group is not None:
             self.membership.group.abort(str(error))
@@ -233,8 +233,8 @@ class Formation:
         """
         if self.healthy or (self.must_move and not updated):
             return
-        if self._met:
-            if not self.stand():
+        if self._agreed:
+            if not self.establish():
                 self.reform()
             return
         group = self.group
@@ -248,13 +248,13 @@ class Formation:
         """Records that all ranks of the group have replaced a lost state with a checkpoint's state,
         so that the group can be established."""
         group = self.group
-        self._met = (
-            not self._stands
+        self._agreed = (
+            not self._established
             and group is not None
             and group is self.membership.group
             and group.broken is None
         )
-        if self._met:
+        if self._agreed:
             self.boundary_due = False  # this is the generation that the boundary was due for
 
     def take_newest(self) -> None:
@@ -275,7 +275,7 @@ class Formation:
             PreconditionError: the state is lost, or this member was evicted.
         """
         while self.rendezvous():
-            if self.stand():
+            if self.establish():
                 return
 
     def rendezvous(self) -> bool:
@@ -284,7 +284,7 @@ class Formation:
         errors as `reform`."""
         # measured from the first failure; the wait for a generation has a separate deadline
         give_up_at: float | None = None
-        self._stands = self._met = False
+        self._established = self._agreed = False
         while True:
             self._rendezvous_began = time.monotonic()
             try:
@@ -310,7 +310,7 @@ class Formation:
                     ) from error
                 continue
             if not plan.moving:
-                self._met = True
+                self._agreed = True
                 return True
             unequal = MembershipChanged(
                 f"ranks {list(plan.moving)} have to finish a step before a generation can form"
@@ -320,11 +320,11 @@ class Formation:
             if group.rank in plan.moving:
                 return False
 
-    def stand(self) -> bool:
+    def establish(self) -> bool:
         """Establishes a group whose ranks have met, and reshards the state for its ranks. Must be
         called on all ranks. Returns False if the group failed while it was being established."""
         held, group = self._held, self.membership.group
-        self._met = False
+        self._agreed = False
         try:
             if group is None or group.broken is not None:
                 raise MembershipChanged(
@@ -337,7 +337,7 @@ class Formation:
             _log.info("a generation did not form: %s", error)
             self.membership.failed(error)
             return False
-        self._stands = True
+        self._established = True
         group.waiting.where = self.where
         self.boundary_due = False
         held.interrupted = None
@@ -384,7 +384,7 @@ class Formation:
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
         """Waits until the ranks whose scripts must advance have received everything they need. Then
         the caller abandons the group, which would discard data that is still being sent."""
-        if not plan.decided:
+        if not plan.committed:
             with contextlib.suppress(StateLostError):
                 # the next generation reaches the same decision once all ranks have advanced
                 self._consolidate(group)
@@ -433,7 +433,7 @@ class Formation:
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
         commit_payload, results = b"", b""
-        if plan.decided and plan.donors:
+        if plan.committed and plan.donors:
             commit_payload = group.exchange(
                 held.commit_payload() if group.rank == plan.donors[0] else b""
             )[plan.donors[0]]
@@ -444,7 +444,7 @@ class Formation:
                 held.operations.encode() if group.rank == plan.results_from else b""
             )[plan.results_from]
         # In the following, ranks communicate only in calls that all of them make.
-        if group.rank in plan.decided:
+        if group.rank in plan.committed:
             held.decide(commit_payload)
             held.operations.await_results(results)
         elif group.rank in plan.behind:
@@ -493,11 +493,11 @@ class Formation:
         else:
             group.exchange(b"")
 
-    def stand_by(self) -> None:
+    def wait_as_spare(self) -> None:
         """Waits, as a spare, for the next generation, which this rank enters as a joiner. Raises
         the same errors as `reform`."""
         self._held.phase.set_aside()
-        self.membership.link.stands_by()
+        self.membership.link.become_spare()
         self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
         _log.info(
             "there are too few ranks for another replica that includes this rank; this rank is a "

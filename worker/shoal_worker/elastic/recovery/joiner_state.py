@@ -44,7 +44,7 @@ class _Offer(enum.IntEnum):
     UNREADABLE = 3
     """The rank has no state, because it could not read the checkpoint that should replace the lost
     state."""
-    FED = 4
+    RECEIVED = 4
     """The rank has a state that it has received from a peer, and has not taken a step since. Its
     script may be slightly behind the others."""
     LEFT_OVER = 5
@@ -93,7 +93,7 @@ class JoinerState:
         held = self._held
         offer = self._rendezvous(group, learners, place)
         peers_at = None
-        failpoint("session.at_border")
+        failpoint("session.at_boundary")
         own = held.frozen_values() if offer is _Offer.NOTHING else {}
         rows = group.all_gather_integers([offer, len(own)])
         offers, owns = [_Offer(row[0]) for row in rows], [row[1] for row in rows]
@@ -108,7 +108,7 @@ class JoinerState:
                 "launchers restart them"
             )
         donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
-        donors = donors or [r for r, each in enumerate(offers) if each is _Offer.FED]
+        donors = donors or [r for r, each in enumerate(offers) if each is _Offer.RECEIVED]
         anew = not donors and _Offer.NOTHING_DONE in offers
         if anew:
             donors = [offers.index(_Offer.NOTHING_DONE)]
@@ -126,7 +126,9 @@ class JoinerState:
             )
         if anew:
             self._check_may_begin_anew()
-        takers = [r for r, each in enumerate(offers) if r not in donors and each is not _Offer.FED]
+        takers = [
+            r for r, each in enumerate(offers) if r not in donors and each is not _Offer.RECEIVED
+        ]
         has_frozen = bool(takers) and all(owns[r] for r in takers)
         if group.rank in donors:
             name = held.name or held.begin(group.generation.number, None)
@@ -141,7 +143,7 @@ class JoinerState:
             self._exchange_of_states.give(
                 group, captured, until=lambda: group.exchange(b""), without=alike
             )
-        elif offer is _Offer.FED:
+        elif offer is _Offer.RECEIVED:
             if has_frozen:
                 _alike(group, donors[0], takers, {})
             group.exchange(b"")
@@ -177,7 +179,7 @@ class JoinerState:
                 raise boundaries_apart(places)
             if self._held.phase.now is Phase.TORN:
                 return _Offer.NOTHING
-            return _Offer.FED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE
+            return _Offer.RECEIVED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE
         if len(learners) < group.world_size:
             follow_as_learner(group, tuple(learners), _BOUNDARY)
             return _Offer.NOTHING
@@ -229,8 +231,8 @@ def _alike(
     """Returns the names of the frozen parameters whose values all receivers already have, so that
     the donors do not have to send them. `here`: the values on this rank. Must be called on all
     ranks."""
-    told = group.rank == donor or group.rank in receivers
-    own = {name: describe_values(value) for name, value in here.items()} if told else {}
+    involved = group.rank == donor or group.rank in receivers
+    own = {name: describe_values(value) for name, value in here.items()} if involved else {}
     described = [json.loads(each) for each in group.exchange(json.dumps(own).encode())]
     return [
         name

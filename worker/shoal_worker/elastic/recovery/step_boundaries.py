@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import xxhash
 from shoal_common.errors import MembershipChanged
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import (
@@ -162,7 +162,7 @@ class Departure:
         position. After a restart, it waits at the beginning of the loop."""
         reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
-        self._exit(reason, status=PUT_OUT)
+        self._exit(reason, status=EVICTED)
 
     def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)
@@ -302,7 +302,7 @@ class StepBoundaries:
             and not (source is not None and source.is_over)
         ):
             if engine.idle:
-                formation.stand_by()
+                formation.wait_as_spare()
             else:
                 formation.await_ranks()
             self._let_joiners_in(formation, source)
@@ -312,9 +312,9 @@ class StepBoundaries:
             # A joiner's script is behind the peers that sent it the state, although no step has
             # been taken since then. It therefore reports its peers' position to other ranks.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
-            fed = formation.let_joiners_in(arriving or self._held.place(source))
-            if fed is not None:
-                self._peers_at = fed
+            peers_at = formation.let_joiners_in(arriving or self._held.place(source))
+            if peers_at is not None:
+                self._peers_at = peers_at
 
     def settled(self, placement: Placement) -> bool:
         """Returns whether `placement`, returned earlier at this boundary, is still valid. An

@@ -44,7 +44,7 @@ def _commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
     vote = owner.step_vote(step)
     try:
         summed, payload = engine.sum_commit(step, vote)
-        failpoint("step.closed")
+        failpoint("step.summed")
     except MembershipChanged as error:
         owner.mark_lost(error)
         return

@@ -435,7 +435,7 @@ class StepLifecycle:
         """Returns this rank's part of the step vote. `step`: the run's step, or one model's if
         there are several. Raises PreconditionError if this rank's part of the step is
         incomplete."""
-        step.check_whole()
+        step.check_complete()
         step.evaluated = self._held.evaluations.digest
         return self._boundaries.step_vote(step)
 
@@ -502,7 +502,7 @@ class StepLifecycle:
         if step is not None:
             reduce_and_commit(self, engine, step)
 
-    def reduce_if_whole(self) -> None:
+    def reduce_if_complete(self) -> None:
         """Commits the step as soon as the backward pass of this rank's only batch has ended. Does
         nothing in a step with micro-batches.
         """
@@ -528,7 +528,7 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
         self._check_sound()
         engine.reinstate_updates()
-        step.check_whole()
+        step.check_complete()
         self.end_micro_batch()
         reduce_and_commit(self, engine, step)
         if step.lost is not None:
@@ -560,7 +560,7 @@ class StepLifecycle:
             case Difference.WRITES:
                 raise engine.writes_apart()
             case Difference.WRITES_BETWEEN:
-                self._compare_before_update(engine.whole_everywhere())
+                self._compare_before_update(engine.unsharded_everywhere())
 
     def apply_within(self, apply: Callable[[], None]) -> None:
         """Updates one of several models in a step whose outcome is not yet known. If `apply` raises

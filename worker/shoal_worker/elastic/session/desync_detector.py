@@ -95,14 +95,14 @@ class DesyncDetector:
             if wait.where.operation is None:
                 self._compare_in_step(group, wait, mine)
             else:
-                self._tell(group, wait, mine)
+                self._exchange(group, wait, mine)
         except PreconditionError as apart:
             if group.waiting.now is wait:
                 group.waiting.condemn(str(apart))
                 group.abort(str(apart))
 
     @staticmethod
-    def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
         """Writes this rank's note about its wait, and returns the note of the first rank that
         waited at the same position. Raises PreconditionError if that rank is waiting in a different
         collective."""
@@ -125,7 +125,7 @@ class DesyncDetector:
             # the training thread has continued, perhaps to the next step, and the trace of that
             # step must not be written for this position
             return
-        first = self._tell(group, wait, mine)
+        first = self._exchange(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
         self._compare_traces(first, mine, wait)
         if passes_with:

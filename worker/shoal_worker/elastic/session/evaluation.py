@@ -343,7 +343,7 @@ def evaluate(
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
         held = {n for _, numbers, _ in everyones_own for n in numbers}
-        with session.whole_for(channel), evaluating(model):
+        with session.unsharded_for(channel), evaluating(model):
             # a module's eval() may use its parameters
             compute(
                 dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size)

@@ -561,10 +561,10 @@ class Session:
         membership = self._membership
         return membership is not None and membership.has_left(member_id)
 
-    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+    def unsharded_for(self, channel: Channel) -> AbstractContextManager[None]:
         """Unshards the model within the block, so that this rank can use it without its peers. Must
         be entered on all ranks of an operation."""
-        return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
+        return self._held.engine.unsharded_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Sends the state that the first rank has read from a checkpoint to all ranks. `captured`:

@@ -30,7 +30,7 @@ from shoal_common.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 from shoal_common.formats.tally import TallyWriter
 from shoal_common.security.secrets import take_secrets
 from shoal_common.settings import Address, parse_address
@@ -130,12 +130,12 @@ def is_consequence(error: BaseException) -> bool:
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
     """Handles an uncaught exception. If it was caused by events outside of this process, exits with
-    status PUT_OUT. Otherwise, writes the exception to a file for the launcher.
+    status EVICTED. Otherwise, writes the exception to a file for the launcher.
 
     Raises:
-        SystemExit: with status PUT_OUT."""
+        SystemExit: with status EVICTED."""
     if is_consequence(error):
-        raise SystemExit(PUT_OUT)
+        raise SystemExit(EVICTED)
     leave_account(error, traceback)
 
 
@@ -293,7 +293,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             # The script is not at fault, so the launcher lets the other workers continue.
             leave_account(error, error.__traceback__)
             _log.error("%s", error)
-            raise SystemExit(PUT_OUT) from error
+            raise SystemExit(EVICTED) from error
         detector = DesyncDetector(session)
         detector.start()
         session.on_close(detector.close)
@@ -415,8 +415,8 @@ class _Exit:
         left its job, because the thread is then no longer needed."""
         if find_session() is self._session:
             end_now(
-                PUT_OUT,
-                f"this worker exits with status {PUT_OUT} for its launcher to restart it: {said}",
+                EVICTED,
+                f"this worker exits with status {EVICTED} for its launcher to restart it: {said}",
             )
 
     def hear_sigterm(self) -> bool:
@@ -458,8 +458,8 @@ class _Exit:
         link = self._membership.link
         stopped = self._session.membership is not None and link.stopped is not None
         self._session.close(
-            failed=str(link.put_out)
-            if link.put_out
+            failed=str(link.evicted)
+            if link.evicted
             else None
             if stopped
             else self._script.failure()
@@ -468,7 +468,7 @@ class _Exit:
             self._http.close()
         if not native_threads.wait(timedelta(seconds=5)):
             _log.warning("a process group is still being destroyed; exiting without waiting for it")
-        self._end_if_put_out()
+        self._end_if_evicted()
         missed = self._session.missed
         if missed is not None and self._script.failure() is None:
             # the launcher reports why the run has failed
@@ -480,19 +480,19 @@ class _Exit:
     ) -> None:
         """Hook for uncaught exceptions. Omits the traceback if the coordinator has evicted this
         member, because the script is not at fault; `_leave` reports the eviction."""
-        if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
+        if not (isinstance(value, ShoalError) and self._membership.link.evicted is not None):
             self._excepthook(kind, value, traceback)
 
-    def _end_if_put_out(self) -> None:
-        """Exits with status PUT_OUT if the member has been evicted, regardless of how its script
+    def _end_if_evicted(self) -> None:
+        """Exits with status EVICTED if the member has been evicted, regardless of how its script
         ended, because the state of an evicted member is not the result of the run."""
-        refused = self._membership.link.put_out
+        refused = self._membership.link.evicted
         if refused is None:
             return
         job = self._membership.link.identity.job_id
         end_now(
-            PUT_OUT,
-            f"this worker was evicted from job {job!r} and exits with status {PUT_OUT} for its "
+            EVICTED,
+            f"this worker was evicted from job {job!r} and exits with status {EVICTED} for its "
             f"launcher to restart it: {refused}",
         )
 

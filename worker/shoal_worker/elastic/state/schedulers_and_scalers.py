@@ -234,7 +234,7 @@ class RegisteredState:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._void = False
+        self._aborted = False
         """True if the last step has been aborted: advances are ignored until the next step
         begins."""
         self._open = False
@@ -541,7 +541,7 @@ class RegisteredState:
         self._loaded = dict(captured.get("advances", {}))
         self._advances, self._passed, self._early = dict(self._loaded), {}, {}
         self._advanced = None
-        self._again = self._copies() if self._void and self._comes_again else {}
+        self._again = self._copies() if self._aborted and self._comes_again else {}
 
     def restored(self) -> None:
         """Records that the optimizers now have the settings of the state that was restored last."""
@@ -581,7 +581,7 @@ class RegisteredState:
 
     def step_begins(self) -> None:
         """Begins a step. From now on, advances count again."""
-        self._void = False
+        self._aborted = False
         self._open, self._early, self._advanced = True, {}, None
         self._scale_before = self._last_scale
         self.find_new()
@@ -718,7 +718,7 @@ class RegisteredState:
         """Undoes the advances made in an aborted step. Later advances are ignored until the next
         step begins."""
         self.find_new()
-        self._void = True
+        self._aborted = True
         if self._comes_again:
             self._again |= {
                 name: before for name, before in self._early.items() if name in self._copied
@@ -778,7 +778,7 @@ class RegisteredState:
     def _counts(self, name: str, value: Any) -> bool:
         """Returns whether an advance that the script is requesting counts for the run. If it does,
         first copies the object's state."""
-        if self._void:
+        if self._aborted:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
             self._passed[name] = self._passed.get(name, 0) + 1

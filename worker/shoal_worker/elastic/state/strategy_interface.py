@@ -155,7 +155,7 @@ class TrainingEngine(abc.ABC):
         with the state."""
         return {}
 
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns the committed parameters and buffers that are unsharded on every rank until the
         next update: name of a group -> tensors by name. The tensors share memory with the state."""
         return {}
@@ -182,7 +182,7 @@ class TrainingEngine(abc.ABC):
         Must be called within an operation. The part shares memory with the state."""
         return None
 
-    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
+    def unsharded_for(self, channel: Channel) -> AbstractContextManager[None]:
         """Unshards the model within the block, so that this rank can use it without its peers. Must
         be entered on all ranks of an operation."""
         return nullcontext()
@@ -361,7 +361,7 @@ class StepControl(Protocol):
         passes."""
         ...
 
-    def reduce_if_whole(self) -> None:
+    def reduce_if_complete(self) -> None:
         """Commits the step if the backward pass that has just ended was the last part of this
         rank's step. Does nothing in a step with micro-batches."""
         ...

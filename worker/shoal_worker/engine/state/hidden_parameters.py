@@ -153,7 +153,7 @@ class _Absent(_Hidden):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answering = _TELLS.get(func)
+        answering = _QUERIES.get(func)
         if answering is not None:
             return answering(args[0].__dict__[_ATTRIBUTE], func, args, kwargs or {})
         raise _refusal(
@@ -246,7 +246,7 @@ class _Part(torch.Tensor):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             # a GradScaler calls this on all ranks
             return _unscale(*args)
-        if func not in _TELLS:
+        if func not in _QUERIES:
             raise PreconditionError(
                 f"{_name(func)} is not allowed on this gradient, because it is only this rank's "
                 "part of the gradient that was summed over the ranks. Use "
@@ -300,7 +300,7 @@ def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
     return answering
 
 
-_TELLS: Final[dict[Any, Callable[..., Any]]] = {
+_QUERIES: Final[dict[Any, Callable[..., Any]]] = {
     _T.shape.__get__: _of_shape(lambda shape, _: shape),
     _T.ndim.__get__: _of_shape(lambda shape, _: len(shape)),
     _T.nbytes.__get__: _of_shape(lambda shape, own: math.prod(shape) * own.element_size()),

@@ -20,8 +20,8 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.compression.compressed_reduction import CompressedReduction, Reduction
 from shoal_worker.compression.memory import RESIDUAL
-from shoal_worker.compression.reduction import CompressedReduction, Reduction
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import Run, StatePart
 

@@ -62,7 +62,7 @@ class _Offer:
     batches: tuple[tuple[int, int], ...]
 
 
-class Receiver:
+class TransferSink:
     """Receiver's side of all moves of partitions to one server."""
 
     def __init__(

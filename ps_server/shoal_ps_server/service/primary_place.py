@@ -29,7 +29,7 @@ _PLACE_WAIT: Final = timedelta(seconds=5)
 """Maximum wait of a request until the coordinator has assigned a place to this server."""
 
 
-class Standing:
+class PrimaryPlace:
     """The place of a primary, from its start until a different server replaces it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal_worker.engine.state.parameter_groups import own_forward
 from shoal_worker.engine.step.passes import Loss, call_module, loss_of
 from shoal_worker.pipelining.micro_batches import Call, tensors_in
-from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
+from shoal_worker.tensor_parallel.split_plan import Style, TensorParallelPlan
 from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 

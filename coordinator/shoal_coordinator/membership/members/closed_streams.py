@@ -8,7 +8,7 @@ failed, and the leases decide. If a single stream breaks, its member counts as d
 a peer's collective has failed too, otherwise once no other stream has broken for
 Policy.break_window_ms. This short wait does not delay any recovery, because a peer that needed the
 dead member would have reported a failure. If a stream closes long after the last heartbeat, gRPC
-has closed it because of a network failure or a lost machine; the closed stream then tells no more
+has closed it because of a network failure or a lost machine; the closed stream then means no more
 than the preceding silence (absence.py).
 """
 

@@ -4,7 +4,7 @@ launcher replaces it."""
 import signal
 from pathlib import Path
 
-from shoal_common.exit_status import PUT_OUT
+from shoal_common.exit_status import EVICTED
 
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote, eventually
@@ -32,7 +32,7 @@ print("the end of the script", flush=True)
 """
 
 
-def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_and_one_line(
+def test_a_worker_that_stalled_past_its_lease_ends_with_the_status_of_an_evicted_one_and_one_line(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS="2", MICRO="1", max_workers=2, lease_ms=3000) as running:
@@ -47,7 +47,7 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
                 "its lease to end",
             )
             running.signal(1, signal.SIGCONT)
-            assert running.workers[1].wait() == PUT_OUT
+            assert running.workers[1].wait() == EVICTED
         running.finish(0)
         said = running.workers[1].said()
         assert "Traceback" not in said, said
@@ -66,5 +66,5 @@ def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(
         running.wait_steps(5)
         # like a launcher that wrongly considers its worker ended
         running.client.report_exit("job", running.members[0], exit_code=1)
-        assert running.workers[0].wait() == PUT_OUT
+        assert running.workers[0].wait() == EVICTED
         assert "the end of the script" in running.workers[0].said()

@@ -53,7 +53,7 @@ class NotTaken(Exception):
         """Cause of the failure."""
 
 
-class Giver:
+class TransferSource:
     """Giver's side of all moves of one server."""
 
     def __init__(

@@ -209,9 +209,9 @@ def _script(name: str, variant: Variant) -> Script:
     at_start = f"if RANK == {rank}: hang()" if variant.place == START else ""
     if variant.place == START:
         after = ""
-    batches = "loader"
+    epochs, batches = "loader.epochs(4)", "loader"
     if variant.line == "uneven":
-        batches = f"torch.randn(8 - {step} * (RANK == {rank}), 6, 3)"
+        epochs, batches = "range(4)", f"torch.randn(8 - {step} * (RANK == {rank}), 6, 3)"
     before = variant.before.replace("{full}", "full = full_pipe(); FULL = True")
     body = variant.line if variant.place != ALL else "pass"
     text = f"""\
@@ -238,7 +238,7 @@ RANK = shoal.rank()
 {at_start}
 loader = shoal.ElasticDataLoader(Data(), global_batch_size=12, shuffle=False,
                                  num_workers={2 if in_data else 0})
-for epoch in loader.epochs(4):
+for epoch in {epochs}:
     for x in {batches}:
 {after if before_step else ""}
         model(x).square().mean().backward()

@@ -142,6 +142,8 @@ class Balance:
         self._generation = -1
         self._costs: tuple[float, ...] | None = None
         self._timed: list[float] = []
+        self._offered = 0
+        """Number of entries of `_timed` in the last offer."""
         self._began: tuple[float, float] | None = None
         self._warned = False
         """True if a warning about batch normalization has been logged."""
@@ -201,11 +203,12 @@ class Balance:
         ends the round, and before the step's first micro-batch, so that all ranks offer even if
         their scripts leave the loop over micro-batches early."""
         if session.steps_alone and self._deals(step):
+            self._offered = len(self._timed)
             session.offer_numbers(self._contribution(step, session))
 
     def round_ended(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
         """Takes the sum of all ranks' offers in a committed step that has ended a round."""
-        self._timed.clear()
+        del self._timed[: self._offered]  # micro-batches of this step have not been offered yet
         self._agree(summed, step, loader)
 
     def _contribution(self, step: DealtToRank, session: LoaderSession) -> list[float]:

@@ -155,8 +155,8 @@ HANGS: Final[dict[str, list[Variant]]] = {
         Variant(line="order", cause=r"ranks diverged \(rank 0(:| is in) \w+, rank \d(:| is in) \w+",
                 place=ALL, names_rank=False, seeds=2),
         Variant(line="break", cause="ranks diverged", place=ALL, names_rank=False),
-        Variant(line="uneven", cause=r"a peer's script finished after step \d+", place=ALL,
-                names_rank=False),
+        Variant(line="uneven", place=ALL, names_rank=False,
+                cause=r"rank \d is in (end of the run, .* is in a step|a step, .* is in end of the)"),
     ],
 }  # fmt: skip
 

@@ -156,7 +156,7 @@ HANGS: Final[dict[str, list[Variant]]] = {
                 place=ALL, names_rank=False, seeds=2),
         Variant(line="break", cause="ranks diverged", place=ALL, names_rank=False),
         Variant(line="uneven", place=ALL, names_rank=False,
-                cause=r"rank \d is in (end of the run, .* is in a step|a step, .* is in end of the)"),
+                cause=r"rank \d is in (end of the run, .* is in a step|a step, .* is in end)"),
     ],
 }  # fmt: skip
 

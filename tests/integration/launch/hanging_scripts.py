@@ -155,6 +155,8 @@ HANGS: Final[dict[str, list[Variant]]] = {
         Variant(line="order", cause=r"ranks diverged \(rank 0(:| is in) \w+, rank \d(:| is in) \w+",
                 place=ALL, names_rank=False, seeds=2),
         Variant(line="break", cause="ranks diverged", place=ALL, names_rank=False),
+        Variant(line="uneven", place=ALL, names_rank=False,
+                cause=r"rank \d is in (end of the run, .* is in a step|a step, .* is in end)"),
     ],
 }  # fmt: skip
 
@@ -167,8 +169,10 @@ _BODIES: Final = {
     "order": """optimizer.step(); optimizer.zero_grad()
         calls = [shoal.barrier, lambda: shoal.gather(1)]
         if loader.global_step == {step}: [call() for call in calls[:: 1 - 2 * (RANK == {rank})]]""",
+    "uneven": "optimizer.step(); optimizer.zero_grad()",
 }
-"""Ends of the training loop's body for the variants at the place ALL."""
+"""Ends of the training loop's body for the variants at the place ALL. The ranks of "uneven" have
+different numbers of batches, in a loop without Shoal's loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +209,9 @@ def _script(name: str, variant: Variant) -> Script:
     at_start = f"if RANK == {rank}: hang()" if variant.place == START else ""
     if variant.place == START:
         after = ""
+    epochs, batches = "loader.epochs(4)", "loader"
+    if variant.line == "uneven":
+        epochs, batches = "range(4)", f"torch.randn(8 - {step} * (RANK == {rank}), 6, 3)"
     before = variant.before.replace("{full}", "full = full_pipe(); FULL = True")
     body = variant.line if variant.place != ALL else "pass"
     text = f"""\
@@ -231,8 +238,8 @@ RANK = shoal.rank()
 {at_start}
 loader = shoal.ElasticDataLoader(Data(), global_batch_size=12, shuffle=False,
                                  num_workers={2 if in_data else 0})
-for epoch in loader.epochs(4):
-    for x in loader:
+for epoch in {epochs}:
+    for x in {batches}:
 {after if before_step else ""}
         model(x).square().mean().backward()
         {steps}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import textwrap
 import urllib.request
 from typing import Any
+
+import pytest
+
+from tests.zygote.children import eventually
 
 Shell = Any  # of tests/integration/conftest.py
 
@@ -75,3 +80,50 @@ def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status
     (shell.directory / "data").touch()
     assert command.wait() == 0, command.stderr
     assert "ended at step 10" in command.stdout
+
+
+ASYNCHRONOUS = """
+    import shoal, time, torch
+
+    def wait_for_data():
+        open("data").read()
+
+    net = torch.nn.Linear(3, 1)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.01), strategy="async_sgd"
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.randn(100_000, 3)), batch_size=1
+    )
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        if shoal.rank() == 1 and loader.global_step == 5:
+            wait_for_data()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_others_train_on_is_named_with_its_line_and_stack(
+    shell: Shell,
+) -> None:
+    os.mkfifo(shell.directory / "data")
+    script = shell.script(textwrap.dedent(ASYNCHRONOUS))
+    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
+    command.wait_for(lambda: "trains on without" in command.stderr, "the explanation")
+    hung = (
+        f"trains on without rank 1 ({socket.gethostname()}), which is at script.py:5 in "
+        'wait_for_data (open("data").read()), opening data, with no progress for '
+    )
+    assert hung in command.stderr
+    shown = " ".join(shell.run("status")[1].split())
+    assert hung in shown
+    assert "line 5 in wait_for_data" in shown
+    assert "the others are waiting for rank" not in command.stderr
+
+    (shell.directory / "data").write_text("")
+    eventually(
+        lambda: "trains on without" not in shell.run("status")[1], "the end of the explanation"
+    )

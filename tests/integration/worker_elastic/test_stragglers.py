@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote, eventually
 
@@ -33,7 +35,9 @@ from torch import nn
 
 shoal.init()
 net = nn.Linear(4, 2)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1), strategy=os.environ["STRATEGY"]
+)
 data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.zeros(240, dtype=torch.long))
 loader = shoal.ElasticDataLoader(data, global_batch_size=24, micro_batch_size=2, balance=True)
 slow = 5 if os.environ["SHOAL_LOCAL_INDEX"] == "2" else 1
@@ -47,12 +51,13 @@ for _ in loader.epochs(100_000):
 """
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("local_sgd", marks=pytest.mark.slow)])
 def test_a_slow_rank_gets_fewer_micro_batches_before_and_after_a_death(
-    zygote: Zygote, tmp_path: Path
+    zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     script = tmp_path / "by_speed.py"
     script.write_text(BY_SPEED)
-    with cluster(zygote, tmp_path, max_workers=3, script=script) as running:
+    with cluster(zygote, tmp_path, max_workers=3, script=script, STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index)
 

@@ -26,6 +26,8 @@ class FakeSession:
         self.waited_s = 0.0
         self.speed = None
         self.steps_alone = False
+        self.offered = ()
+        """Numbers offered in the current step for the sum at the end of a round."""
 
     @property
     def lifecycle(self):
@@ -50,6 +52,9 @@ class FakeSession:
         """Sums over the ranks of a simulated world, which all call it (see `test_stream_world.py`).
         Without a world, returns the given values."""
         return [*values] if self.sums is None or or_own else self.sums(values)
+
+    def offer_numbers(self, values):
+        self.offered = values
 
     def begin_micro_batch(self, *, index, weight, key, weigh):
         self.calls.append(("micro", index, weight, tuple(key)))
@@ -165,9 +170,9 @@ class Rank:
                 else got.tolist()
             )
 
-    def commit(self):
+    def commit(self, summed=None):
         with self.session.current():
-            return self.loader.committed(self.session.placement)
+            return self.loader.committed(self.session.placement, summed=summed)
 
     def rest_of_first_epoch(self, most=None):
         """Takes and commits the remaining steps of the first epoch, at most `most`. Returns the

@@ -98,22 +98,33 @@ def clock(monkeypatch):
 
 
 class World:
-    """Ranks that run a loop over micro-batches in turn: rank r works for `seconds[r]` on each."""
+    """Ranks that run a loop over micro-batches in turn: rank r works for `seconds[r]` on each.
+    `round_steps`: number of steps that each rank takes alone before the ranks exchange anything;
+    None: the ranks take all steps together."""
 
-    def __init__(self, make_rank, clock, seconds, *, balance=True):
+    def __init__(
+        self, make_rank, clock, seconds, *, balance=True, round_steps=None, least_samples=1
+    ):
         self.seconds, self.clock, self.generation = seconds, clock, 1
+        self.round_steps, self.steps = round_steps, 0
         self.ranks = [
             make_rank(
                 lambda: ElasticDataLoader(
                     torch.arange(24 * 40), global_batch_size=24, micro_batch_size=2, balance=balance
                 ),
-                Placement(generation=1, rank=rank, world_size=len(seconds)),
+                Placement(
+                    generation=1,
+                    rank=rank,
+                    world_size=len(seconds),
+                    least_samples=least_samples,
+                ),
             )
             for rank in range(len(seconds))
         ]
         self.sent = []
         for rank in self.ranks:
-            rank.session.sum_numbers = self.sent.append
+            rank.session.sum_numbers = self.sent.append if round_steps is None else None
+            rank.session.steps_alone = round_steps is not None
         self.loops = [None for _ in self.ranks]
 
     def step(self):
@@ -138,8 +149,13 @@ class World:
                 costs = agreed_costs(summed, len(self.ranks))
                 if costs is not None:
                     own._adopt(costs, rank.loader._supply.current, rank.loader.name)
+        self.steps += 1
+        summed = None
+        if self.round_steps is not None and self.steps % self.round_steps == 0:
+            offers = [rank.session.offered for rank in self.ranks]
+            summed = [sum(column) for column in zip(*offers, strict=True)]
         for rank in self.ranks:
-            rank.commit()
+            rank.commit(summed)
         assert len(samples) == len(set(samples)) == 24
         return counts
 
@@ -221,13 +237,49 @@ def test_by_default_the_parts_are_equal_and_nothing_is_exchanged(make_rank, cloc
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 
 
-def test_ranks_that_step_alone_keep_equal_parts(make_rank, clock):
-    world = World(make_rank, clock, (1.0, 1.0, 4.0))
-    for rank in world.ranks:
-        rank.session.steps_alone = True
-        rank.session.speed = 2.0
-        rank.session.sum_numbers = None
+@pytest.mark.parametrize("round_steps", [1, 3, 5, 8])
+def test_ranks_that_step_alone_are_dealt_by_speed_after_a_round(make_rank, clock, round_steps):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), round_steps=round_steps)
+    counts = [world.step() for _ in range(24)]
+    # steps 2 and 3 are the first that are timed
+    first = next(end for end in range(round_steps, 24, round_steps) if end >= 3)
+    assert counts[:first] == [[4, 4, 4]] * first
+    assert counts[first:] in ([[5, 5, 2]] * (24 - first), [[6, 5, 1]] * (24 - first))
+
+
+def test_ranks_that_step_alone_use_set_speeds_after_their_first_round(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 1.0), round_steps=2)
+    world.ranks[2].session.speed = 0.25
+    counts = [world.step() for _ in range(4)]
+    assert counts[:2] == [[4, 4, 4]] * 2
+    assert counts[2:] in ([[5, 5, 2]] * 2, [[6, 5, 1]] * 2)
+
+
+def test_a_round_in_a_new_generation_begins_with_equal_parts(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), round_steps=4)
+    for _ in range(6):
+        world.step()
+    world.change_generation()
+    assert [world.step() for _ in range(2)] == [[4, 4, 4]] * 2
+
+
+def test_ranks_without_rounds_keep_equal_parts(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), round_steps=1000)
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
+
+
+@pytest.mark.parametrize(("least_samples", "warnings"), [(1, 0), (2, 1)])
+def test_a_division_by_speed_warns_once_of_batch_normalization(
+    make_rank, clock, caplog, least_samples, warnings
+):
+    world = World(make_rank, clock, (1.0, 4.0), least_samples=least_samples)
+    for _ in range(9):
+        world.step()
+    world.change_generation()
+    for _ in range(9):
+        world.step()
+    assert world.step() == [10, 2]
+    assert sum("the model has batch normalization" in line for line in caplog.messages) == warnings
 
 
 def test_plain_batches_cannot_be_balanced():

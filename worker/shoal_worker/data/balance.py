@@ -1,9 +1,11 @@
 """Deals micro-batches in proportion to the ranks' speeds.
 
 Each rank measures how long it works on a micro-batch, excluding waits for peers. At the end of some
-steps (`exchanges_after`) the ranks exchange these times. From them, all ranks compute the same
-shares: the numbers of micro-batches that let the slowest rank finish as early as possible. The
-shares apply until the generation ends; a new generation starts with equal shares. The samples of a
+steps (`exchanges_after`) the ranks exchange these times. If they take the steps of a round alone
+(local_sgd), they exchange them with the averages at the end of each round. From the times, all
+ranks compute the same shares: the numbers of micro-batches that let the slowest rank finish as
+early as possible. The shares apply until the generation ends; a new generation starts with equal
+shares. The samples of a
 step, and with `deterministic=True` its result, do not depend on the shares. Without
 `deterministic=True`, measured times would make the results of two runs differ in their last digits,
 so dealing by speed must be requested.
@@ -41,6 +43,12 @@ nanoseconds."""
 _LEAST_GAIN: Final = 0.05
 """Minimum fraction of a step's time that new shares must save before they are adopted, so that
 noise in the measurements has no effect."""
+_BATCH_NORM: Final = (
+    "loader %r: micro-batches are dealt by speed, and the model has batch normalization. Each "
+    "rank's running statistics come from its own micro-batches, so the model in evaluation now "
+    "depends on the measured speeds. To avoid this, remove balance=True, or use layers that "
+    "normalize each sample (GroupNorm, LayerNorm)"
+)
 
 
 @functools.lru_cache(maxsize=8)
@@ -134,7 +142,11 @@ class Balance:
         self._generation = -1
         self._costs: tuple[float, ...] | None = None
         self._timed: list[float] = []
+        self._offered = 0
+        """Number of entries of `_timed` in the last offer."""
         self._began: tuple[float, float] | None = None
+        self._warned = False
+        """True if a warning about batch normalization has been logged."""
 
     def costs(self, placement: Placement) -> tuple[float, ...] | None:
         """Returns each rank's seconds per micro-batch, as agreed in `placement`'s generation; None:
@@ -154,11 +166,10 @@ class Balance:
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
         """Starts timing a micro-batch, before it is fetched. Times only the two steps before an
-        exchange, because timing synchronizes the device."""
-        steps = step.steps_before + 1
-        timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(
-            step, session
-        )
+        exchange, because timing synchronizes the device. At the end of a round, the exchange does
+        not include the last step."""
+        steps = step.steps_before + 1 + session.steps_alone
+        timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(step)
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
@@ -174,26 +185,50 @@ class Balance:
         """Exchanges times if an exchange is due after this step. Must be called on all ranks, at a
         time when no collective of the step is pending. If a rank fails during the exchange, the
         shares do not change, and a new generation follows."""
-        if not exchanges_after(step.steps_before + 1) or not self._deals(step, session):
+        if (
+            session.steps_alone
+            or not exchanges_after(step.steps_before + 1)
+            or not self._deals(step)
+        ):
             return
-        ranks, rank = step.placement.world_size, step.placement.rank
-        own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
+        own = self._contribution(step, session)
         self._timed.clear()
-        summed = session.sum_numbers(contribution(own, rank, ranks))
-        costs = agreed_costs(summed, ranks) if summed is not None else None
-        if costs is not None:
-            self._adopt(costs, step, loader)
+        summed = session.sum_numbers(own)
+        if summed is not None:
+            self._agree(summed, step, loader)
 
-    def _deals(self, step: DealtToRank, session: LoaderSession) -> bool:
-        """Returns whether a step may be divided by speed: the user has requested it, all ranks take
-        the step together, and it has enough micro-batches."""
+    def offer(self, step: DealtToRank, session: LoaderSession) -> None:
+        """Offers this rank's times for an exchange at the end of the step's round, if ranks take
+        the steps of a round alone. Called in each step, because only the engine knows which step
+        ends the round, and before the step's first micro-batch, so that all ranks offer even if
+        their scripts leave the loop over micro-batches early."""
+        if session.steps_alone and self._deals(step):
+            self._offered = len(self._timed)
+            session.offer_numbers(self._contribution(step, session))
+
+    def round_ended(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
+        """Takes the sum of all ranks' offers in a committed step that has ended a round."""
+        del self._timed[: self._offered]  # micro-batches of this step have not been offered yet
+        self._agree(summed, step, loader)
+
+    def _contribution(self, step: DealtToRank, session: LoaderSession) -> list[float]:
+        own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
+        return contribution(own, step.placement.rank, step.placement.world_size)
+
+    def _deals(self, step: DealtToRank) -> bool:
+        """Returns whether a step may be divided by speed: the user has requested it, and the step
+        has enough micro-batches."""
         return (
             self._micro_batch_size is not None
             and self._wanted
-            and not session.steps_alone
             and step.placement.world_size > 1
             and step.placement.world_size * self._micro_batch_size < len(step.positions)
         )
+
+    def _agree(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
+        costs = agreed_costs(summed, step.placement.world_size)
+        if costs is not None:
+            self._adopt(costs, step, loader)
 
     def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
         """Adopts the agreed costs if dealing by them would shorten a step noticeably."""
@@ -210,6 +245,9 @@ class Balance:
             return
         self._costs = costs
         if step.placement.rank == 0 and step.placement.leads_replica:
+            if step.placement.least_samples > 1 and not self._warned:
+                self._warned = True
+                _log.warning(_BATCH_NORM, loader)
             slowest = costs.index(max(costs))
             _log.info(
                 "loader %r: rank %d takes %.1f times as long for a micro-batch as the median rank. "

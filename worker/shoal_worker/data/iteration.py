@@ -158,6 +158,7 @@ class Delivery:
                     most_micro_batches=dealt.most_blocks,
                 )
             )
+            self._balance.offer(dealt, session)
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:

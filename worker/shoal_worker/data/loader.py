@@ -237,7 +237,7 @@ class ElasticDataLoader:
         self._dealing: tuple[dict[str, Any], str] | None = None
         self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
-        balance_by_speed = Balance(
+        self._balance = Balance(
             micro_batch_size=None if isinstance(dataset, ShardedStream) else micro_batch_size,
             wanted=balance,
         )
@@ -263,7 +263,7 @@ class ElasticDataLoader:
                     dataset, self._progress, shuffle=shuffle, **sizes
                 )
             else:
-                supply = PositionSupply(dataset, self._progress, balance=balance_by_speed, **sizes)
+                supply = PositionSupply(dataset, self._progress, balance=self._balance, **sizes)
             supply.plan(0)  # raises if the sizes do not fit one another
             self._supply = supply
             # Data workers read the items; the batches are assembled here.
@@ -288,7 +288,7 @@ class ElasticDataLoader:
                 shuffle=shuffle,
                 sampler=sampler,
             )
-            dealer = Dealer(orders, balance=balance_by_speed, **sizes)
+            dealer = Dealer(orders, balance=self._balance, **sizes)
             self._progress = LoaderProgress(orders)
             _check_not_empty(dealer.announced_plan(0))
             fetcher = Fetcher(dataset, collate_fn=collate, **workers)
@@ -309,7 +309,7 @@ class ElasticDataLoader:
             in_micro_batches=in_micro_batches,
             weight_fn=weight_fn,
             record=self._record,
-            balance=balance_by_speed,
+            balance=self._balance,
         )
         self._introduction = Introduction(name or ("" if train else "evaluation"))
         self._iterations = Iterations(
@@ -588,7 +588,12 @@ class ElasticDataLoader:
         self._iterations.acknowledge()
 
     def committed(
-        self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
+        self,
+        placement: Placement,
+        *,
+        known: bool = False,
+        pushed: Sequence[int] | None = None,
+        summed: Sequence[float] | None = None,
     ) -> int:
         """Implements `StepSource.committed`."""
         dealt = self._supply.commit()
@@ -605,6 +610,8 @@ class ElasticDataLoader:
                 self._record.write(
                     "committed", **place, step=dealt.number, begin=dealt.positions.start
                 )
+        if summed:
+            self._balance.round_ended(summed, dealt, self.name)
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -235,7 +235,10 @@ class LocalSGDEngine(ReplicatedEngine):
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
-        (total,) = group.sum_numbers([weight]) if group is not None else [weight]
+        step = self._session.step
+        assert step is not None
+        numbers = [weight, *step.offered]
+        total, *step.summed = group.sum_numbers(numbers) if group is not None else numbers
         share = weight / total if total > 0 else 1.0 / self._session.world_size
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         if group is not None:

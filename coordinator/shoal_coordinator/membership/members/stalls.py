@@ -6,6 +6,10 @@ Each heartbeat reports whether the member's training thread is waiting for its p
 and which peers it cannot reach. Either some members are waiting for others that are not waiting, or
 all are waiting because a connection between two of them is broken. Members that only report broken
 connections to each other abort their group themselves and report the failure (failures.py).
+
+Members that lease their batches (async_sgd) may wait for nobody. There, a member that hangs with
+leased batches is named even while the others train on. It is evicted only once they wait for its
+batches, at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -150,7 +154,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:
-        return ""
+        return _explain_hung(draft, working, silent)
     longest = max(waiting, key=lambda place: place.waited_ms)
     step = max(place.pulse.progress.step for place in places)
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
@@ -167,6 +171,38 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
             f"{head}, all at the same time, so the network between them is slow or lost a "
             f"message{why}"
         )
+    return f"{head} for {_blamed(draft, working, silent, ' and for ')}{reach}"
+
+
+def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place]) -> str:
+    """Returns a description of members that hang with leased batches, while no member waits for
+    them; empty if there are none. A member that computes may evaluate or save; it is named only
+    after the time after which a hung member is evicted."""
+    if not draft.count_loaders():
+        return ""
+    now_ms, policy = draft.now.ms, draft.policy
+    quiet = [place for place in silent if place.silent_ms >= policy.explain_after_ms]
+    idle = [
+        place
+        for place in working
+        if not place.pulse.progress.server_wait_s
+        and place.pulse.progress.cpu_s > 0
+        and (
+            now_ms - place.pulse.active_ms >= policy.explain_after_ms
+            or now_ms - place.pulse.moved_ms >= draft.spec.stall_timeout_ms
+        )
+    ]
+    quiet, idle = (
+        [place for place in places if draft.holds_batches(place.member_id)]
+        for places in (quiet, idle)
+    )
+    if not quiet and not idle:
+        return ""
+    return f"generation {draft.number} trains on without {_blamed(draft, idle, quiet, ' and ')}"
+
+
+def _blamed(draft: Draft, working: Sequence[Place], silent: Sequence[Place], joined: str) -> str:
+    """Formats what silent and working members do, joined by `joined`."""
     blamed = [
         f"{place.name}, no heartbeat for {place.silent_ms // 1000} s"
         + (f"{_AT}{line}" if (line := place.pulse.progress.script_line) else "")
@@ -177,7 +213,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
         for place in working[: max(0, _MOST_NAMED - len(blamed))]
     ]
     more = len(silent) + len(working) - len(blamed)
-    return f"{head} for {' and for '.join(blamed)}{f' and {more} more' if more else ''}{reach}"
+    return f"{joined.join(blamed)}{f' and {more} more' if more else ''}"
 
 
 def _silent_members(draft: Draft, places: Sequence[Place]) -> tuple[SilentMember, ...]:

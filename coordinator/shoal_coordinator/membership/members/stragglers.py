@@ -6,6 +6,9 @@ slowest. The slowest rank is the one that waits least: its time outside of waits
 (Progress.busy_time_s) is the longest. If a connection is slow, all ranks wait, including the rank
 behind it. That rank is identified as the endpoint of most of the permanently busy connections
 (Progress.busy_link).
+
+Members that lease their batches (async_sgd) get batches in proportion to their speed, so a slow one
+is a straggler only if the others wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,11 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
         if (pulse := draft.pulse(rank.member_id)) is not None
         and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
     ]
-    found = stragglers(reports) if len(reports) == len(generation.ranks) else {}
+    found = (
+        stragglers(reports, leased=draft.count_loaders() > 0)
+        if len(reports) == len(generation.ranks)
+        else {}
+    )
     now_ms, policy, before = draft.now.ms, draft.policy, draft.stragglers
     kept = {
         member_id: one
@@ -88,21 +95,25 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
     draft.stragglers = kept
 
 
-def stragglers(reports: list[Report]) -> dict[str, str]:
+def stragglers(reports: list[Report], *, leased: bool = False) -> dict[str, str]:
     """Returns a human-readable description of how each straggler slows the others down, by member
     id.
 
-    `reports`: the reports of all ranks of a generation.
+    `reports`: the reports of all ranks of a generation. `leased`: whether the ranks lease their
+    batches.
     """
     if len(reports) < 2 or any(one.progress.step_time_s <= 0 for one in reports):
         return {}
-    return _by_computing(reports) or _by_connection(reports)
+    return _by_computing(reports, leased) or _by_connection(reports)
 
 
-def _by_computing(reports: list[Report]) -> dict[str, str]:
+def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
     found = {}
     for one in reports:
-        others_s = median(other.progress.busy_time_s for other in reports if other is not one)
+        others = [other for other in reports if other is not one]
+        if leased and _waiting_share(others) < _SHARE_OF_STEP:
+            continue
+        others_s = median(other.progress.busy_time_s for other in others)
         lost_s = one.progress.busy_time_s - others_s
         if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
             text = (
@@ -110,7 +121,7 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
                 f"{_seconds(one.progress.busy_time_s)} of each step, the others for "
                 f"{_seconds(others_s)}"
             )
-            if not one.progress.share:
+            if not one.progress.share and not leased:
                 text += (
                     "; if it is always slower, a loader with micro_batch_size= and balance=True "
                     "gives it less work"
@@ -121,11 +132,15 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
 
 def _by_connection(reports: list[Report]) -> dict[str, str]:
     step_s = median(one.progress.step_time_s for one in reports)
-    waiting = median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in reports)
-    if step_s < _SLOW_STEP_S or waiting < _MOSTLY_WAITING:
+    if step_s < _SLOW_STEP_S or _waiting_share(reports) < _MOSTLY_WAITING:
         return {}
     behind, how = behind_connection(reports)
     return {one.member_id: f"{how} in steps of {_seconds(step_s)}" for one in behind}
+
+
+def _waiting_share(reports: list[Report]) -> float:
+    """Returns the fraction of a step that a typical rank (the median) waits for its peers."""
+    return median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in reports)
 
 
 def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:

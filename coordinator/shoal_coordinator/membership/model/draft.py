@@ -332,6 +332,10 @@ class Draft:
         """Returns the number of loaders with leases."""
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
+    def holds_batches(self, member_id: str) -> bool:
+        """Returns whether a member has leased batches that it has not finished."""
+        return any(ledger.held(member_id) for ledger in self._ledgers_holding(member_id))
+
     def ledger(self, loader: str, epoch: int) -> Ledger:
         """Returns the working copy of an epoch, which must have leases."""
         if (loader, epoch) not in self._ledgers:

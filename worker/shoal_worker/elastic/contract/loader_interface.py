@@ -159,6 +159,14 @@ class LoaderSession(Protocol):
                 False."""
         ...
 
+    def offer_numbers(self, values: Sequence[float]) -> None:
+        """Offers numbers for a sum across all ranks at the end of a round (local_sgd). If the
+        current step ends its round, the ranks' offers are summed elementwise, in float64, together
+        with the averages, and `StepSource.committed` receives the sums. Otherwise, and under
+        strategies without rounds, the offer has no effect. Must be called after `assign`, on all
+        ranks with the same number of values. Does not communicate."""
+        ...
+
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
@@ -345,11 +353,16 @@ class StepSource(Protocol):
         ...
 
     def committed(
-        self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
+        self,
+        placement: Placement,
+        *,
+        known: bool = False,
+        pushed: Sequence[int] | None = None,
+        summed: Sequence[float] | None = None,
     ) -> int:
         """Commits the step that was handed out last, in the generation of `placement`: advances the
         cursor and writes the record. Returns how many of this rank's samples count. `known`: True
-        if another member had already pushed this leased batch. `pushed`: see `Step.pushed`."""
+        if another member had already pushed this leased batch. `pushed`, `summed`: see `Step`."""
         ...
 
     def leaving(self) -> None:

@@ -267,6 +267,10 @@ class Step:
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with this step: in the last step of a round, all
     batches of the round; in earlier steps, none. None: only the step's own batch."""
+    offered: Sequence[float] = ()
+    """Numbers that the loader offers for a sum across all ranks, if the step ends a round."""
+    summed: Sequence[float] | None = None
+    """Sums of the ranks' `offered`; None if the step does not end a round, or before its end."""
 
     def __post_init__(self) -> None:
         if self.share is not None:

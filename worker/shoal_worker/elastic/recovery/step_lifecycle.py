@@ -275,6 +275,10 @@ class StepLifecycle:
             self.mark_lost(error)
             return None
 
+    def offer_numbers(self, values: Sequence[float]) -> None:
+        """Stores an offer for the end of the round (`LoaderSession.offer_numbers`)."""
+        self.require().offered = values
+
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
@@ -716,7 +720,9 @@ class StepLifecycle:
         engine.commit_step()
         samples = 0
         if source is not None:
-            samples = source.committed(step.placement, known=step.known, pushed=step.pushed)
+            samples = source.committed(
+                step.placement, known=step.known, pushed=step.pushed, summed=step.summed
+            )
             progress.epoch = source.epoch
         if not held.in_round:
             held.operations.committed()

@@ -104,16 +104,16 @@ def test_a_file_url_of_another_machine_is_refused() -> None:
         local_path("file://elsewhere/run")
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/logs", Path("gs://bucket/logs"), "file:///logs"])
+@pytest.mark.parametrize("place", ["s3://bucket/a", Path("gs://bucket/a"), "file:///a"])
 def test_files_that_grow_during_a_run_cannot_be_at_a_url(place: str | Path) -> None:
     url = str(place).replace(":/b", "://b").replace("file:///", "file://")
-    with pytest.raises(ConfigurationError, match=f"--log-dir {url}: expected a directory"):
-        local_directory(place, "--log-dir")
+    with pytest.raises(ConfigurationError, match=f"--record-dir {url}: expected a directory"):
+        local_directory(place, "--record-dir")
 
 
 @pytest.mark.parametrize("path", ["logs", "/logs/a:b", Path("a:b/logs"), "C:/logs"])
 def test_other_directories_of_such_files_are_accepted(path: str | Path) -> None:
-    assert local_directory(path, "--log-dir") == Path(path)
+    assert local_directory(path, "--record-dir") == Path(path)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,11 @@ class Storage:
         return self.server.environment
 
     def set_faults(self, *rules: dict[str, Any]) -> None:
-        """As in `StorageServer.set_faults`."""
+        """Replaces the server's rules, as `StorageServer.set_faults` does."""
         self.server.set_faults(*rules)
 
     def requests(self, method: str = "", text: str = "") -> list[str]:
-        """As in `StorageServer.requests`."""
+        """Returns requests to the server, as `StorageServer.requests` does."""
         return self.server.requests(method, text)
 
     def folder(self, **options: Any) -> ObjectFolder:

@@ -1,5 +1,5 @@
 """Checkpoints on real servers of each kind, under their faults: overload, silence, cut and
-shortened uploads, and refusals. test_s3.py has what only S3 has, and runs that are killed."""
+shortened uploads, and refusals. test_s3.py has cases for S3 alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What only S3 has: parts, access keys, and lists that lag behind; and runs on a real S3 server,
-some of whose ranks are killed. test_object_storages.py has the faults of all storages."""
+"""Tests of a real S3 server alone: parts, access keys, lists that lag behind, log files, and a run
+whose rank is killed. test_object_storages.py has the faults of all storages."""
 
 from __future__ import annotations
 

@@ -125,6 +125,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         ObjectFolder.check("gs://bucket/run")
 
 
+@pytest.mark.parametrize("gib", [1, 70, 100, 250])
+def test_an_object_of_larger_parts_is_sent_in_fewer_at_a_time(gib: int) -> None:
+    size = gib << 30
+    parts = ObjectFolder(URL.replace("memory", "s3"))._sent_parts(size)
+    assert size / parts["chunksize"] < 10_000  # the most that S3 accepts
+    assert parts["chunksize"] * parts["max_concurrency"] <= 32 << 20
+
+
 # --------------------------------------------------------------------------------- whole or absent
 
 

@@ -60,13 +60,16 @@ progress."""
 _CANCEL_S: Final = 5.0
 """Seconds that a canceled request may take to clean up."""
 _PART: Final = 8 << 20
-"""Size of one part of a large object in S3, in bytes."""
+"""Size of one part of a large object, in bytes. A multiple of 256 KiB, as Google's storage
+requires."""
 _LARGEST_PART: Final = 50 << 20
-"""Size of the largest part that the clients of other storages send, in bytes."""
+"""Size of the largest part that a client transfers, in bytes."""
 _MOST_PARTS: Final = 9000
 """Maximum number of parts per object; S3 accepts at most 10 000."""
 _PARTS_AT_ONCE: Final = 4
-"""Maximum number of parts that are sent at the same time for one object."""
+"""Maximum number of parts that are transferred at the same time for one object."""
+_LIMITS: Final = {"s3": {"default_block_size": _PART, "max_concurrency": _PARTS_AT_ONCE}}
+"""Arguments of fsspec's file systems that limit the memory for a download."""
 _LONGEST_DELAY_S: Final = 10.0
 _REFUSALS: Final = (401, 403)
 """HTTP statuses that indicate a missing or wrong credential."""
@@ -104,30 +107,13 @@ def is_url(place: str | Path) -> bool:
     return True
 
 
-def url_in(option: Path) -> str | None:
-    """Returns the URL that a user passed as a path on the command line; None for a plain path.
-    Restores the second slash, which pathlib has removed.
-
-    Raises:
-        ConfigurationError: as in `is_url`.
-    """
-    scheme, colon, rest = str(option).partition(":/")
-    if not colon or scheme not in (*_BACKENDS, _MEMORY) or rest.startswith("/"):
-        return None
-    url = f"{scheme}://{rest}"
-    is_url(url)
-    ObjectFolder.check(url)
-    return url
-
-
 def local_directory(option: str | os.PathLike[str], name: str) -> Path:
     """Returns the directory that a user named for files that grow during a run.
 
     `name`: name of the option, for the message.
 
     Raises:
-        ConfigurationError: it is a URL. An object cannot grow, so the files would be missing if the
-            machine disappears.
+        ConfigurationError: it is a URL.
     """
     text = os.fspath(option)
     scheme, colon, rest = text.partition(":")
@@ -283,7 +269,7 @@ class ObjectFolder:
         """Writes or replaces an object with the content of a file, in parts that are sent in
         parallel. Raises OSError if the file cannot be read."""
         size = file.stat().st_size
-        parts = self._in_parts(size)
+        parts = self._sent_parts(size)
         within = min(size, 2 * parts.get("chunksize", _LARGEST_PART)) / _SLOWEST
 
         def upload() -> None:
@@ -302,11 +288,11 @@ class ObjectFolder:
             FileNotFoundError: there is no such object.
         """
 
-        within = min(size, _LARGEST_PART) / _SLOWEST
+        within, parts = min(size, _LARGEST_PART) / _SLOWEST, self._received_parts()
 
         def download() -> None:
             paths, progress = (self._path(name), str(file)), _Progress()
-            self._request("get_file", *paths, _within=within, callback=progress)
+            self._request("get_file", *paths, _within=within, callback=progress, **parts)
             found = file.stat().st_size
             if found != size:
                 raise OSError(errno.EIO, f"{found} bytes were received of {size}")
@@ -345,21 +331,31 @@ class ObjectFolder:
                 raise _missing(self.url, module, extra) from error
             loop = get_loop()
             loop.call_soon_threadsafe(loop.set_default_executor, ThreadPerCall())
-        return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+        return fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **_LIMITS.get(scheme, {})
+        )
 
     def _path(self, name: str = "") -> str:
         path = self.url.partition("://")[2]
         return f"{path}/{name}" if name else path
 
-    def _in_parts(self, size: int) -> dict[str, Any]:
-        """Returns the arguments that limit the memory used by s3fs for an object of `size` bytes;
-        empty for other clients, which send one part at a time."""
-        if not self.url.startswith("s3:"):
-            return {}
-        return {
-            "chunksize": max(_PART, -(-size // _MOST_PARTS)),
-            "max_concurrency": _PARTS_AT_ONCE,
-        }
+    def _sent_parts(self, size: int) -> dict[str, Any]:
+        """Returns the arguments that limit the memory for the upload of an object of `size` bytes.
+        Empty for adlfs, which has none and sends one part at a time."""
+        match self.url.partition(":")[0]:
+            case "s3":
+                part = max(_PART, -(-size // _MOST_PARTS))
+                at_once = max(1, _PARTS_AT_ONCE * _PART // part)
+                return {"chunksize": part, "max_concurrency": at_once}
+            case "gs":  # sends one part at a time
+                return {"chunksize": _PARTS_AT_ONCE * _PART}
+        return {}
+
+    def _received_parts(self) -> dict[str, Any]:
+        """Returns the arguments that limit the memory for a download, in addition to `_LIMITS`."""
+        if self.url.startswith("gs:") and hasattr(self._files, "_get_file_concurrent"):
+            return {"concurrency": 1}  # gcsfs writes what arrives; otherwise it reads far ahead
+        return {}
 
     def _request(self, method: str, *arguments: Any, _within: float = 0.0, **options: Any) -> Any:
         """Calls a method of fsspec's implementation. Raises TimeoutError if the request reports no
@@ -406,16 +402,17 @@ class ObjectFolder:
                         f"{what} failed ({_text(error)}); expected an existing bucket: create it, "
                         "or correct the URL"
                     ) from error
-                delay_s = backoff.next_s()
+                delay_s, first = backoff.next_s(), give_up_at is None
                 if give_up_at is None:
                     give_up_at = time.monotonic() + self.patience.total_seconds()
-                    _log.warning("%s failed and is repeated: %s", what, _text(error))
                 if time.monotonic() + delay_s > give_up_at:
+                    repeated = f"; it was repeated for {self.patience.total_seconds():g} s"
                     raise UnavailableError(
-                        f"{what} failed ({_text(error)}); it was repeated for "
-                        f"{self.patience.total_seconds():g} s",
+                        f"{what} failed ({_text(error)}){'' if first else repeated}",
                         reason="OBJECT_STORAGE_UNAVAILABLE",
                     ) from error
+                if first:
+                    _log.warning("%s failed and is repeated: %s", what, _text(error))
                 time.sleep(delay_s)
 
 
@@ -446,6 +443,8 @@ def _missing(url: str, module: str, extra: str) -> ConfigurationError:
 def _is_refusal(error: BaseException) -> bool:
     """Returns whether an error of a provider's library indicates a missing or wrong credential."""
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+        return True
+    if type(error) is OSError and str(error).startswith("Forbidden"):  # gcsfs, for a status 403
         return True
     return any(
         getattr(error, name, None) in _REFUSALS for name in ("status", "status_code", "code")

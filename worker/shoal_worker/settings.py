@@ -89,8 +89,9 @@ class WorkerSettings(CallerSettings):
     """Directory of files that record every sample index handed out, and every commit, as JSON
     lines; None: not recorded."""
     staging_dir: LocalDirectory | None = None
-    """Local directory for checkpoints while they are uploaded to an object storage, or after they
-    are downloaded; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by default."""
+    """Local directory for checkpoints and log files while they are uploaded to an object storage,
+    and for checkpoints after their download; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by
+    default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
     """Time during which each call to an object storage is retried while the storage fails."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)

@@ -104,7 +104,7 @@ Progress = Annotated[
     ),
 ]
 Plot = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         metavar="FILE.png|FILE.svg",
         help="At the end, plot the loss, other reported numbers and the throughput over time to "

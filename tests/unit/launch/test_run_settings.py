@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -152,26 +153,62 @@ class TestLogs:
         assert not logs.to_file(0, Streams.OUT)
 
     def test_a_directory_alone_keeps_everything_and_shows_it(self, tmp_path: Path) -> None:
-        logs = LogSettings.parse(directory=tmp_path, redirects="0", tee="0", console_ranks="")
+        logs = LogSettings.parse(place=str(tmp_path), redirects="0", tee="0", console_ranks="")
         assert logs.to_console(1, Streams.ERR)
         assert logs.to_file(1, Streams.ERR)
 
-    def test_a_url_is_refused_before_anything_starts(self) -> None:
-        logs = LogSettings(directory=Path("s3://bucket/logs"))
-        with pytest.raises(ConfigurationError, match="--log-dir s3://bucket/logs: expected a dir"):
-            run_to_exit(settings(logs=logs))
+    def test_files_for_a_url_are_first_written_to_the_staging_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SHOAL_STAGING_DIR", str(tmp_path))
+        monkeypatch.setenv("SHOAL_UPLOAD_TIMEOUT_S", "7")
+        one, other = (
+            LogSettings.parse(place="s3://bucket/logs/", redirects="0", tee="0", console_ranks="")
+            for _ in range(2)
+        )
+        assert one.url == "s3://bucket/logs"
+        assert one.upload_timeout == timedelta(seconds=7)
+        assert one.directory is not None
+        assert one.directory.parent == tmp_path
+        assert one.directory != other.directory
+        assert one.to_file(0, Streams.ERR)
+
+    def test_a_file_url_is_a_directory(self, tmp_path: Path) -> None:
+        logs = LogSettings.parse(
+            place=f"file://{tmp_path}", redirects="0", tee="0", console_ranks=""
+        )
+        assert (logs.directory, logs.url) == (tmp_path, None)
+
+    @pytest.mark.parametrize(
+        ("place", "message"),
+        [
+            ("s3://bucket", "expected a bucket and a path"),
+            ("ftp://host/logs", "a URL that begins with s3://"),
+            ("gs://bucket/logs", "gcsfs; install it with pip install 'shoal"),
+        ],
+    )
+    def test_a_url_that_cannot_work_is_refused_before_anything_starts(
+        self, place: str, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "gcsfs", None)
+        with pytest.raises(ConfigurationError, match=message):
+            LogSettings.parse(place=place, redirects="0", tee="0", console_ranks="")
+
+    def test_records_at_a_url_are_refused_before_anything_starts(self) -> None:
         with pytest.raises(ConfigurationError, match="--record-dir gs://bucket/r: expected a dir"):
             run_to_exit(settings(record_directory=Path("gs://bucket/r")))
 
     def test_redirects_leave_the_console(self, tmp_path: Path) -> None:
-        logs = LogSettings.parse(directory=tmp_path, redirects="0:1,1:2", tee="0", console_ranks="")
+        logs = LogSettings.parse(
+            place=str(tmp_path), redirects="0:1,1:2", tee="0", console_ranks=""
+        )
         assert (logs.to_console(0, Streams.OUT), logs.to_file(0, Streams.OUT)) == (False, True)
         assert (logs.to_console(0, Streams.ERR), logs.to_file(0, Streams.ERR)) == (True, False)
         assert (logs.to_console(1, Streams.OUT), logs.to_file(1, Streams.ERR)) == (True, True)
         assert (logs.to_console(2, Streams.OUT), logs.to_file(2, Streams.OUT)) == (True, False)
 
     def test_the_filter_concerns_the_console_alone(self, tmp_path: Path) -> None:
-        logs = LogSettings.parse(directory=tmp_path, redirects="0", tee="3", console_ranks="0,2")
+        logs = LogSettings.parse(place=str(tmp_path), redirects="0", tee="3", console_ranks="0,2")
         assert [logs.to_console(index, Streams.OUT) for index in range(3)] == [True, False, True]
         assert all(logs.to_file(index, Streams.OUT) for index in range(3))
 
@@ -186,7 +223,7 @@ class TestLogs:
     def test_mistakes_name_the_flag(self, values: dict[str, str], flag: str) -> None:
         with pytest.raises(ConfigurationError, match=flag):
             LogSettings.parse(
-                **{"directory": None, "redirects": "0", "tee": "0", "console_ranks": "", **values}
+                **{"place": None, "redirects": "0", "tee": "0", "console_ranks": "", **values}
             )  # type: ignore[arg-type]
 
 

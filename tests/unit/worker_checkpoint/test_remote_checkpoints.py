@@ -104,16 +104,16 @@ def test_a_file_url_of_another_machine_is_refused() -> None:
         local_path("file://elsewhere/run")
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/logs", Path("gs://bucket/logs"), "file:///logs"])
+@pytest.mark.parametrize("place", ["s3://bucket/a", Path("gs://bucket/a"), "file:///a"])
 def test_files_that_grow_during_a_run_cannot_be_at_a_url(place: str | Path) -> None:
     url = str(place).replace(":/b", "://b").replace("file:///", "file://")
-    with pytest.raises(ConfigurationError, match=f"--log-dir {url}: expected a directory"):
-        local_directory(place, "--log-dir")
+    with pytest.raises(ConfigurationError, match=f"--record-dir {url}: expected a directory"):
+        local_directory(place, "--record-dir")
 
 
 @pytest.mark.parametrize("path", ["logs", "/logs/a:b", Path("a:b/logs"), "C:/logs"])
 def test_other_directories_of_such_files_are_accepted(path: str | Path) -> None:
-    assert local_directory(path, "--log-dir") == Path(path)
+    assert local_directory(path, "--record-dir") == Path(path)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +123,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     )
     with pytest.raises(ConfigurationError, match=r"needs the package gcsfs; .*'shoal\[gcs\]'"):
         ObjectFolder.check("gs://bucket/run")
+
+
+@pytest.mark.parametrize("gib", [1, 70, 100, 250])
+def test_an_object_of_larger_parts_is_sent_in_fewer_at_a_time(gib: int) -> None:
+    size = gib << 30
+    parts = ObjectFolder(URL.replace("memory", "s3"))._sent_parts(size)
+    assert size / parts["chunksize"] < 10_000  # the most that S3 accepts
+    assert parts["chunksize"] * parts["max_concurrency"] <= 32 << 20
 
 
 # --------------------------------------------------------------------------------- whole or absent

@@ -63,7 +63,7 @@ _UPLOADING: Final = "uploading.json"
 _NEWEST: Final = "newest.json"
 _FILES_AT_ONCE: Final = 3
 """Number of files transferred at the same time. Together with the sizes of their parts, this limits
-the memory for a transfer to about 100 MB."""
+the memory for a transfer to 100 MB, and as much again for the clients' copies."""
 
 
 class RemoteCheckpoints:

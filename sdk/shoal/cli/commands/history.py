@@ -104,13 +104,13 @@ def _compare(kept: History, one: str, other: str, *, as_json: bool) -> None:
         Console().print(comparison_view(*runs))
 
 
-def _draw(kept: History, name: str, file: Path) -> None:
+def _draw(kept: History, name: str, place: str) -> None:
     from shoal.cli.terminal.plot import check_plot, draw
 
-    check_plot(file)
+    check_plot(place)
     run = kept.find(name)
-    draw(run.figures(), file, title=f"{Path(run.program).name}: run {run.name}")
-    typer.echo(f"{file}: run {run.name}")
+    draw(run.figures(), place, title=f"{Path(run.program).name}: run {run.name}")
+    typer.echo(f"{place}: run {run.name}")
 
 
 def print_run(run: RecordedRun) -> None:

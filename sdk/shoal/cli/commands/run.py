@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -160,9 +159,11 @@ def run(
         ),
     ] = False,
     log_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Write each worker's output to files in this directory.",
+            metavar="DIRECTORY|URL",
+            help="Write each worker's output to files in this directory. With a URL "
+            "(s3://bucket/logs), the files are uploaded every minute and at the end.",
             envvar="PET_LOG_DIR",
             show_envvar=False,
             show_default=False,
@@ -318,7 +319,7 @@ def run(
         listen_address=listen_addr,
         role=role,
         logs=LogSettings.parse(
-            directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter
+            place=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter
         ),
         record_directory=record_dir,
         metrics=metrics,

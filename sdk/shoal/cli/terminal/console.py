@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -30,6 +31,7 @@ from shoal.launcher.run.agent import Agent, RunResult
 from shoal.launcher.run.recorder import RunRecorder
 from shoal.launcher.run.site import Site
 from shoal.launcher.run.standalone import StandaloneSite
+from shoal.launcher.workers.log_uploads import LogUploads
 from shoal.launcher.workers.output import (
     ConsoleWriter,
     OutputPump,
@@ -89,8 +91,6 @@ def _check_record_directory(directory: Path) -> None:
 def _run(settings: RunSettings, *, live: bool) -> RunExit:
     if settings.plot is not None:
         check_plot(settings.plot)
-    if settings.logs.directory is not None:
-        local_directory(settings.logs.directory, "--log-dir")
     if settings.record_directory is not None:
         _check_record_directory(settings.record_directory)
     with ExitStack() as stack:
@@ -122,7 +122,12 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
             stack.callback(recorder.close)
             writer = recorder.writer(writer)
         pump = OutputPump(writer)
+        uploads = _log_uploads(settings, note)
+        if uploads is not None:
+            stack.push(partial(_finish_uploads, uploads))  # after the pump is closed
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
+        if uploads is not None:
+            stack.callback(uploads.end_notes)
         if bar is not None:
             bar.on(pump)
         agent = Agent(
@@ -161,6 +166,21 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         for problem in () if recorder is None else recorder.problems:
             note(problem)
     return RunExit(result, summary)
+
+
+def _log_uploads(settings: RunSettings, note: Note) -> LogUploads | None:
+    """Starts uploading the workers' log files; returns None if they are not uploaded."""
+    logs = settings.logs
+    if logs.url is None or logs.directory is None:
+        return None
+    return LogUploads(logs.url, logs.directory, patience=logs.upload_timeout, note=note)
+
+
+def _finish_uploads(uploads: LogUploads, kind: object, error: object, trace: object) -> None:
+    """Uploads the rest of the log files. `error`: exception that ends the run; None if there is
+    none."""
+    stuck = isinstance(error, TerminalStuckError)
+    uploads.finish((lambda text: None) if stuck else tell)
 
 
 def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:

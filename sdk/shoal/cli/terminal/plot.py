@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
-from shoal_worker.object_storage import url_in, write_object
+from shoal_worker.object_storage import ObjectFolder, is_url, local_path, write_object
 
 from shoal.launcher.report.course import until_last_commit
 from shoal.ticks import is_wide, logarithmic, plain
@@ -30,13 +30,15 @@ _STEPS_OF_INTERVAL: Final = 20
 _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
-def check_plot(file: Path) -> None:
-    """Checks, before the run starts, that a plot can be written to `file`. Raises
+def check_plot(place: str) -> None:
+    """Checks, before the run starts, that a plot can be written to a path or URL. Raises
     ConfigurationError if not."""
-    if file.suffix.lower() not in _KINDS:
-        raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
-    if url_in(file) is None:
-        _check_directory(file)
+    if not place.lower().endswith(_KINDS):
+        raise ConfigurationError(f"--plot {place}: expected a file whose name ends in .png or .svg")
+    if is_url(place):
+        ObjectFolder.check(place)
+    else:
+        _check_directory(local_path(place))
     if find_spec("matplotlib") is None:
         raise ConfigurationError(
             "--plot requires matplotlib; install it with `pip install 'shoal[plot]'`"
@@ -54,10 +56,10 @@ def _check_directory(file: Path) -> None:
         )
 
 
-def draw(figures: RunFigures, file: Path, *, title: str) -> None:
-    """Draws a run to `file`: a panel for the loss, a panel for each other metric that the script
-    reports, and a panel for the throughput. In an SVG, each change has the gid `fault-1`, `join-1`,
-    `leave-1`, ... `file` may be a URL that the command line has converted to a path (`url_in`).
+def draw(figures: RunFigures, place: str | Path, *, title: str) -> None:
+    """Draws a run to a path or URL: a panel for the loss, a panel for each other metric that the
+    script reports, and a panel for the throughput. In an SVG, each change has the gid `fault-1`,
+    `join-1`, `leave-1`, ...
 
     Raises:
         OSError: the file cannot be written.
@@ -98,11 +100,10 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
         if named:
             panels[0].legend(handles=named, loc="upper right", fontsize=8)
         figure.align_ylabels(panels)
-        url = url_in(file)
-        target: Path | BytesIO = file if url is None else BytesIO()
-        figure.savefig(target, dpi=110, format=file.suffix[1:].lower())
-        if url is not None and isinstance(target, BytesIO):
-            write_object(url, target.getvalue())
+        target: Path | BytesIO = BytesIO() if is_url(place) else local_path(place)
+        figure.savefig(target, dpi=110, format=str(place)[-3:].lower())
+        if isinstance(target, BytesIO):
+            write_object(str(place), target.getvalue())
         plt.close(figure)
 
 

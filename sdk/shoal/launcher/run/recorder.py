@@ -256,7 +256,7 @@ def _settings(settings: RunSettings) -> Mapping[str, str]:
         "servers": settings.servers,
         "server backups": settings.server_backups,
         "max restarts": settings.max_restarts,
-        "log directory": settings.logs.directory,
+        "log directory": settings.logs.url or settings.logs.directory,
     }
     return {name: str(value) for name, value in values.items() if value or name == "workers"}
 

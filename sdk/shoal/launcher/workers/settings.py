@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,10 @@ class LogSettings:
 
     directory: Path | None = None
     """Base directory of the log files, with a subdirectory for each run; None: no files."""
+    url: str | None = None
+    """URL to which the files in `directory` are uploaded; None: they are not uploaded."""
+    upload_timeout: timedelta = timedelta(0)
+    """Maximum time that the end of the run waits for uploads."""
     redirects: Mapping[int, Streams] | Streams = Streams.NONE
     """Streams that are written only to files."""
     tee: Mapping[int, Streams] | Streams = Streams.NONE
@@ -146,21 +151,35 @@ class LogSettings:
 
     @classmethod
     def parse(
-        cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str
+        cls, *, place: str | None, redirects: str, tee: str, console_ranks: str
     ) -> LogSettings:
-        """Parses the values of the flags. If only a directory is given, all output is stored in it.
-        If only redirects or tee are given, a directory is created in /tmp."""
+        """Parses the values of the flags.
+
+        If only a place is given, all output is stored in it. If only redirects or tee are given, a
+        directory is created in /tmp. If the place is a URL, the files are first written to the
+        staging directory.
+        """
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
-        if directory is not None and not to_files and not to_both:
+        if place is not None and not to_files and not to_both:
             to_both = Streams.BOTH
-        if directory is None and (to_files or to_both):
+        directory, url, upload_timeout = None, None, timedelta(0)
+        if place is not None:
+            directory, url, upload_timeout = _resolve(place)
+        elif to_files or to_both:
             directory = Path(tempfile.mkdtemp(prefix="shoal-logs-"))
         if console_ranks and not re.fullmatch(r"\d+(,\d+)*", console_ranks):
             raise ConfigurationError(
                 f"--local-ranks-filter {console_ranks!r}: expected local ranks, as in 0,1"
             )
         shown = frozenset(map(int, console_ranks.split(","))) if console_ranks else None
-        return cls(directory=directory, redirects=to_files, tee=to_both, console_ranks=shown)
+        return cls(
+            directory=directory,
+            url=url,
+            upload_timeout=upload_timeout,
+            redirects=to_files,
+            tee=to_both,
+            console_ranks=shown,
+        )
 
     def to_file(self, index: int, stream: Streams) -> bool:
         return self.directory is not None and bool(
@@ -170,6 +189,22 @@ class LogSettings:
     def to_console(self, index: int, stream: Streams) -> bool:
         shown = self.console_ranks is None or index in self.console_ranks
         return shown and bool(stream & (~_of(self.redirects, index) | _of(self.tee, index)))
+
+
+def _resolve(place: str) -> tuple[Path, str | None, timedelta]:
+    """Returns the directory for log files, their URL and the maximum wait for uploads. Raises
+    ConfigurationError for an invalid URL or invalid settings."""
+    # imported here, because other commands import this module and do without fsspec and pydantic
+    from shoal_worker.object_storage import ObjectFolder, is_url, local_path
+
+    if not is_url(place):
+        return local_path(place), None, timedelta(0)
+    from shoal_worker.settings import WorkerSettings
+
+    ObjectFolder.check(place)
+    settings = WorkerSettings.load()
+    directory = settings.staging / f"logs-{secrets.token_hex(4)}"
+    return directory, place.rstrip("/"), settings.upload_timeout
 
 
 def _of(streams: Mapping[int, Streams] | Streams, index: int) -> Streams:
@@ -244,8 +279,8 @@ class RunSettings:
     health_checks: bool = False
     """True to check this machine's health before its workers start, and after a worker has
     failed."""
-    plot: Path | None = None
-    """File for the plot drawn at the end, a .png or .svg; None: no plot."""
+    plot: str | None = None
+    """Path or URL of the plot drawn at the end, a .png or .svg; None: no plot."""
 
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):

@@ -15,10 +15,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "trl.md"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_the_script_trains_and_writes_the_adapter(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps TRL from reporting to the Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_script_trains_and_writes_the_adapter(session: Session) -> None:
     session.follow(blocks_of(PAGE))
     assert (session.directory / "out" / "step-18").is_dir()
     written = load_file(session.directory / "adapter" / "adapter_model.safetensors")

@@ -1,10 +1,11 @@
 """TRL's SFTTrainer or DPOTrainer, elastic, with a small Llama. Each rank prints its final state.
 
 Arguments: a directory, a strategy, a kind, and optionally "kill" or "slow". Kinds: "sft", "dpo",
-either of them with "-lora", "sft-packed" (sequences packed into rows of equal length), and "sft-divided"
-or "dpo-divided" (each step is one batch, which is divided among the ranks). The strategy "plain" uses
-TRL's own classes. "kill": the second worker kills itself in its 6th step, before the update, and
-the others wait after step 8 for its replacement. "slow": each step takes 0.3 s.
+either of them with "-lora", "sft-packed" (sequences packed into rows of equal length), and
+"sft-divided" or "dpo-divided" (each step is one batch, which is divided among the ranks). The
+strategy "plain" uses TRL's own classes. "kill": the second worker kills itself in its 6th step,
+before the update, and the others wait after step 8 for its replacement. "slow": each step takes
+0.3 s.
 """
 
 from __future__ import annotations

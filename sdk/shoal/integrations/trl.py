@@ -120,6 +120,9 @@ class _Trained(Trainer):
         Raises:
             ConfigurationError: a different strategy, or arguments that are not supported.
         """
+        args = self.arguments_class("tmp_trainer") if args is None else args
+        if isinstance(model, str):
+            _load_on_one_device(args)
         super().__init__(model, args, *rest, **named)
         self._parts: list[Part] = []
         self._counted = _Counted(self.ref_model)
@@ -240,9 +243,19 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
         Raises:
             ConfigurationError: a different strategy, or arguments that are not supported.
         """
+        args = DPOConfig("tmp_trainer") if args is None else args
         if isinstance(args, DPOConfig):
             _check_preferences(args)
+        if ref_model is None and named.get("peft_config") is None:
+            _load_on_one_device(args)  # TRL may load the model again
         super().__init__(model, args, ref_model=ref_model, **named)
+
+
+def _load_on_one_device(args: Any) -> None:
+    """Makes TRL load a named model on the CPU, from where it is moved to this worker's device. By
+    default, TRL spreads the model of a process without peers over all visible GPUs."""
+    if isinstance(args, trl.SFTConfig | trl.DPOConfig):
+        args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 
 
 def _check_preferences(args: Any) -> None:

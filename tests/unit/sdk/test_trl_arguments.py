@@ -69,6 +69,36 @@ def test_what_would_give_wrong_values_is_refused(
         make(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_named_model_is_not_spread_over_gpus(tmp_path: Path, kind: str) -> None:
+    import datasets
+    import transformers
+    from shoal.integrations.trl import DPOTrainer, SFTConfig, SFTTrainer
+    from tokenizers import Tokenizer, models
+
+    words = {"a": 0, "b": 1, "<eos>": 2}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words)), pad_token="<eos>", eos_token="<eos>"
+    )
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 3}
+    configuration = transformers.LlamaConfig(num_attention_heads=1, **shape)
+    transformers.LlamaForCausalLM(configuration).save_pretrained(tmp_path / "base")
+    row = {"prompt": "a", "completion": "b"} if kind == "sft" else {}
+    trainer_class: Any = SFTTrainer if kind == "sft" else DPOTrainer
+    trainer = trainer_class(
+        str(tmp_path / "base"),
+        args=SFTConfig(str(tmp_path), report_to=[], bf16=False)
+        if kind == "sft"
+        else preferences(tmp_path),
+        train_dataset=datasets.Dataset.from_list(
+            [row or {"prompt": "a", "chosen": "b", "rejected": "a"}]
+        ),
+        processing_class=tokenizer,
+    )
+    assert trainer.args.model_init_kwargs == {"device_map": None}
+    assert getattr(trainer.model, "hf_device_map", None) is None
+
+
 def test_another_reference_model_is_refused_by_a_joiner_and_at_a_resume() -> None:
     from shoal.integrations.trl import _Counted
 

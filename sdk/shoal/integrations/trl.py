@@ -5,8 +5,8 @@ be wrong without this module:
 
 - TRL's logged values (entropy, token accuracy, rewards, number of tokens) come from Accelerate,
   which sees one process, and therefore cover one rank's samples, including those of aborted steps.
-  Here they are taken from each part of a step, combined over all ranks once the step is committed,
-  and registered as state.
+  Here they are taken from each part of a step, exchanged after the step's passes, counted once the
+  step is committed, and registered as state.
 - The reference model of DPO is not distributed, so nothing compares it between ranks. Here its
   digest is registered as state. Ranks, joiners and checkpoints whose digests differ are refused.
 """
@@ -27,6 +27,7 @@ from shoal_worker.state.digest import state_digest, tensor_digest
 from torch import nn
 from typing_extensions import override
 
+from shoal.integrations.in_step import InStep
 from shoal.integrations.transformers import Trainer, TrainingArguments
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ class _Trained(Trainer):
             _load_on_one_device(args)
         super().__init__(model, args, *rest, **named)
         self._parts: list[Part] = []
+        self._everyones: list[Any] | None = None
+        self._in_step = InStep(current_session())
         self._counted = _Counted(self.ref_model)
         self._evaluates = False
         self._warned = False
@@ -155,24 +158,39 @@ class _Trained(Trainer):
         return loss
 
     @override
+    def _passes_done(self) -> None:
+        self._everyones = self._in_step.gather(self._parts, kind="TRL's logged values")
+
+    @override
     def _step_optimizer(self, *args: Any) -> tuple[bool, bool]:
-        session = current_session()
-        ranks = session.world_size
+        ranks = current_session().world_size
         committed, updated = super()._step_optimizer(*args)
         if committed:
-            everyones = collectives.gather(session, self._parts, kind="TRL's logged values")
-            if len(everyones) < ranks and not session.is_joining and not self._warned:
-                self._warned = True
-                _log.warning(
-                    "a worker died after a step, before its logged values were gathered; "
-                    "num_tokens and the logged values of that step cover only the samples of the "
-                    "other workers (the loss and the model's parameters are exact)"
-                )
             self._counted.add(
-                (part for own in everyones for part in own),
+                (part for own in self._received(ranks) for part in own),
                 divided=self.args.gradient_accumulation_steps == 1,
             )
         return committed, updated
+
+    def _received(self, ranks: int) -> list[list[Part]]:
+        """Returns the parts of all `ranks` of a committed step, the same on every rank. Some ranks
+        may have them although others lost a rank while they were exchanged."""
+        session, everyones, kind = current_session(), self._everyones, "TRL's logged values"
+        lacks = collectives.gather(session, everyones is None, kind=kind)
+        if everyones is not None and not any(lacks):
+            return everyones
+        answers = collectives.gather(session, [self._parts, everyones], kind=kind)
+        known: list[list[Part]] | None = next((each for _, each in answers if each), None)
+        if known is not None:
+            return known
+        if len(answers) < ranks and not session.is_joining and not self._warned:
+            self._warned = True
+            _log.warning(
+                "a worker died after its passes, before its logged values were exchanged; "
+                "num_tokens and the logged values of that step cover only the samples of the "
+                "other workers (the loss and the model's parameters are exact)"
+            )
+        return [own for own, _ in answers]
 
     def _take_values(self, mode: str) -> dict[str, float]:
         """Returns and removes the values that TRL has noted for the last batch."""

@@ -2,10 +2,10 @@
 
 Arguments: a directory, a strategy, a kind, and optionally "kill" or "slow". Kinds: "sft", "dpo",
 either of them with "-lora", "sft-packed" (sequences packed into rows of equal length), and
-"sft-divided" or "dpo-divided" (each step is one batch, which is divided among the ranks). The
-strategy "plain" uses TRL's own classes. "kill": the second worker kills itself in its 6th step,
-before the update, and the others wait after step 8 for its replacement. "slow": each step takes
-0.3 s.
+"sft-divided" or "dpo-divided" (each step is one batch, which is divided among the ranks), and
+"dpo-differing" (each rank has a different reference model). The strategy "plain" uses TRL's own
+classes. "kill": the second worker kills itself in its 6th step, before the update, and the others
+wait after step 8 for its replacement. "slow": each step takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Fault(transformers.TrainerCallback):
             self.came.touch()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self.mode == "kill" and self.second and state.global_step == 5:
-            if not self.killed.exists():
-                self.killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+        kills = self.mode == "kill" and self.second and state.global_step == 5
+        if kills and not self.killed.exists():
+            self.killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.mode == "slow":
@@ -75,8 +75,8 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def base_model() -> Any:
-    torch.manual_seed(0)
+def base_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=WORDS + 4,
@@ -153,7 +153,8 @@ def main() -> None:
     if kind.endswith("-lora"):
         named["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     elif not sft:
-        named["ref_model"] = base_model()
+        rank = int(os.environ.get("RANK", "0"))
+        named["ref_model"] = base_model(rank if kind == "dpo-differing" else 0)
     if plain:
         trainer_class = trl.SFTTrainer if sft else trl.DPOTrainer
     else:
@@ -166,8 +167,8 @@ def main() -> None:
     loss = trainer.train(**({} if plain else {"resume_from_checkpoint": True})).training_loss
     evaluated = trainer.evaluate(rows(kind, 5))
     state = trainer.model.state_dict() if plain else trainer.model_wrapped.full_state_dict()
-    torch.save(state, directory / f"state-{os.environ.get('RANK', 0)}.pt")
-    ignored = ("_runtime", "_per_second")
+    torch.save(state, directory / f"state-{os.environ.get('RANK', '0')}.pt")
+    ignored = ("_runtime", "_per_second", "total_flos")  # Shoal does not count the last
     history = [
         {name: round(value, 5) for name, value in entry.items() if not name.endswith(ignored)}
         for entry in trainer.state.log_history

@@ -349,6 +349,7 @@ class Trainer(transformers.Trainer):
                     weights + session.step.micro_batch,
                 )
                 session.step.loss = total / weights
+        self._passes_done()
         scaler = self.accelerator.scaler  # with fp16=True, otherwise None
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -366,6 +367,10 @@ class Trainer(transformers.Trainer):
             self._add_loss(step.mean_loss if step is not None else None)
         self.optimizer.zero_grad()
         return committed
+
+    def _passes_done(self) -> None:
+        """Hook that is called in each step after this rank's passes, before gradients are
+        clipped."""
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
         """Returns whether the step was committed, and whether it updated the parameters. As in

@@ -38,6 +38,10 @@ class Fault(transformers.TrainerCallback):
     def __init__(self, directory: Path, mode: str) -> None:
         self.mode, self.killed, self.came = mode, directory / "killed", directory / "came"
         self.second = os.environ.get("LOCAL_RANK") == "1"
+
+    def begins(self) -> None:
+        """Lets the others continue if this process is the replacement. Called just before it
+        joins."""
         if self.second and self.killed.exists():
             self.came.touch()
 
@@ -55,7 +59,7 @@ class Fault(transformers.TrainerCallback):
         while state.global_step >= 8 and not self.came.exists() and time.monotonic() < give_up_at:
             time.sleep(0.05)
         if state.global_step >= 8 and shoal.world_size() < int(os.environ["WORLD_SIZE"]):
-            time.sleep(0.2)
+            time.sleep(1.0)
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
@@ -128,7 +132,7 @@ def main() -> None:
     }[plain, sft]
     config = config_class(
         output_dir=str(directory),
-        num_train_epochs=4,
+        num_train_epochs=6,
         per_device_train_batch_size=8 if divided else 2,
         gradient_accumulation_steps=1 if divided else 4,
         per_device_eval_batch_size=2,
@@ -144,11 +148,12 @@ def main() -> None:
         disable_tqdm=True,
         **settings,
     )
+    fault = Fault(directory, mode)
     named: dict[str, Any] = {
         "train_dataset": rows(kind, 24),
         "eval_dataset": rows(kind, 7),
         "processing_class": tokenizer(),
-        "callbacks": [Fault(directory, mode)] if mode else [],
+        "callbacks": [fault] if mode else [],
     }
     if kind.endswith("-lora"):
         named["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -164,6 +169,7 @@ def main() -> None:
             "strategy_options": {} if divided else {"deterministic": True},
         }
     trainer = trainer_class(base_model(), args=config, **named)
+    fault.begins()
     loss = trainer.train(**({} if plain else {"resume_from_checkpoint": True})).training_loss
     evaluated = trainer.evaluate(rows(kind, 5))
     state = trainer.model.state_dict() if plain else trainer.model_wrapped.full_state_dict()

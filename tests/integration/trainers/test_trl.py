@@ -45,7 +45,7 @@ def check_close(one: Any, other: Any, *, within: float) -> None:
 
 
 def check_all_close(one: dict[str, Any], other: dict[str, Any], *, within: float) -> None:
-    assert one["steps"] == other["steps"] == 12
+    assert one["steps"] == other["steps"] == 18
     check_close(one["evaluated"], other["evaluated"], within=within)
     assert len(one["history"]) == len(other["history"])
     for mine, theirs in zip(one["history"], other["history"], strict=True):
@@ -136,6 +136,6 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 128 + signal.SIGTERM, command.stderr
     (stopped,) = directory.glob("step-*")
-    assert 3 <= int(stopped.name.removeprefix("step-")) < 12
+    assert 3 <= int(stopped.name.removeprefix("step-")) < 18
     results = finish(shell.start(*IN_TWO, PROGRAM, directory, "zero3", "dpo"))
     assert results == [expected | {"world": 2}] * 2

@@ -12,7 +12,12 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 # importing TRL takes almost twenty seconds
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_session")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_session"),
+    # TRL uses the older of the two names
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def plain_arguments(directory: Path) -> Any:
@@ -76,11 +81,11 @@ def test_a_named_model_is_not_spread_over_gpus(tmp_path: Path, kind: str) -> Non
     from shoal.integrations.trl import DPOTrainer, SFTConfig, SFTTrainer
     from tokenizers import Tokenizer, models
 
-    words = {"a": 0, "b": 1, "<eos>": 2}
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2, "<unk>": 3}, unk_token="<unk>"))
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words)), pad_token="<eos>", eos_token="<eos>"
+        tokenizer_object=words, pad_token="<eos>", eos_token="<eos>", unk_token="<unk>"
     )
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 3}
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 4}
     configuration = transformers.LlamaConfig(num_attention_heads=1, **shape)
     transformers.LlamaForCausalLM(configuration).save_pretrained(tmp_path / "base")
     row = {"prompt": "a", "completion": "b"} if kind == "sft" else {}

@@ -20,10 +20,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import trl
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.session import collectives
 from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.state.digest import state_digest, tensor_digest
+from shoal_worker.strategies.model import ShardedModel
 from torch import nn
 from typing_extensions import override
 
@@ -58,7 +59,8 @@ class _Counted:
         """Sum and number of each value."""
         self.tokens = 0
         """Tokens of all committed steps."""
-        self._reference = "" if reference is None else _digest(reference)
+        self.reference = "" if reference is None else _digest(reference)
+        """Digest of the reference model; empty if there is none."""
 
     def add(self, parts: Iterable[Part], *, divided: bool) -> None:
         """Adds the values of a committed step. `divided`: True if the parts are parts of one batch,
@@ -88,13 +90,13 @@ class _Counted:
     def state_dict(self) -> dict[str, Any]:
         return {
             "counted": json.dumps([self._sums, self.tokens]),
-            "reference": self._reference,
+            "reference": self.reference,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["reference"] != self._reference:
+        if state["reference"] != self.reference:
             raise ConfigurationError(
-                f"this worker's reference model has the digest {self._reference or 'none'}, but "
+                f"this worker's reference model has the digest {self.reference or 'none'}, but "
                 f"that of the run has {state['reference'] or 'none'}; every worker, and every "
                 "resumed run, must build the same ref_model, for example with from_pretrained",
                 reason="REFERENCE_MODEL_DIFFERS",
@@ -267,6 +269,23 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
         if ref_model is None and named.get("peft_config") is None:
             _load_on_one_device(args)  # TRL may load the model again
         super().__init__(model, args, ref_model=ref_model, **named)
+
+    @override
+    def _distribute(self) -> ShardedModel:
+        if isinstance(self.model_wrapped, ShardedModel):
+            return self.model_wrapped
+        model = super()._distribute()
+        digests = collectives.gather(
+            current_session(), self._counted.reference, kind="the digest of the reference model"
+        )
+        if len({*digests}) > 1:
+            found = ", ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(digests))
+            raise PreconditionError(
+                f"the ranks built different reference models, with the digests {found}; build the "
+                "same ref_model on every rank, with from_pretrained, or after torch.manual_seed",
+                reason="REFERENCE_MODEL_DIFFERS",
+            )
+        return model
 
 
 def _load_on_one_device(args: Any) -> None:

@@ -139,3 +139,11 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
     assert 3 <= int(stopped.name.removeprefix("step-")) < 18
     results = finish(shell.start(*IN_TWO, PROGRAM, directory, "zero3", "dpo"))
     assert results == [expected | {"world": 2}] * 2
+
+
+@pytest.mark.matrix
+def test_ranks_with_different_reference_models_are_stopped(shell: Shell) -> None:
+    shell.environment.update(OFFLINE)
+    status, _, error = shell.run(*IN_TWO, PROGRAM, shell.directory / "run", "ddp", "dpo-differing")
+    assert status != 0
+    assert "the ranks built different reference models" in error

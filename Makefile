@@ -200,7 +200,7 @@ verify-images: .venv/installed .venv-docs/installed
 	@echo "Installing into .venv (about a minute, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,gcs,lightning,mlflow,opentelemetry,ray,s3,tensorboard,transformers,wandb]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,gcs,lightning,mlflow,opentelemetry,ray,s3,tensorboard,transformers,trl,wandb]'
 	@touch $@
 
 # Third-party packages have the versions in constraints.txt, except torch and setuptools, because
@@ -210,7 +210,7 @@ verify-images: .venv/installed .venv-docs/installed
 	@echo "Installing into .venv-torch-$* (some minutes, once)"
 	$(PYTHON) -m venv .venv-torch-$*
 	.venv-torch-$*/bin/pip install --quiet --no-compile -c <(grep -vE '^(torch|setuptools)==' constraints.txt) torch==$* -r dev-requirements.txt \
-		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,gcs,lightning,mlflow,opentelemetry,ray,s3,tensorboard,transformers,wandb]'
+		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,gcs,lightning,mlflow,opentelemetry,ray,s3,tensorboard,transformers,trl,wandb]'
 	@touch $@
 
 .venv-build/installed: protos/pyproject.toml

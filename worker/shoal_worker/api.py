@@ -31,7 +31,11 @@ from shoal_worker.elastic.session.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.session.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.session.worker_process import current_session, find_session, open_session
 from shoal_worker.elastic.state.run_values import RunValues, values_in
-from shoal_worker.engine.state.parameters import check_memory, check_shaped
+from shoal_worker.engine.state.parameters import (
+    check_memory,
+    check_shaped,
+    check_unquantized,
+)
 from shoal_worker.features import whole_batch as whole_batches
 from shoal_worker.features.model_session import ModelSession
 from shoal_worker.features.several_models import SeveralEngines
@@ -242,6 +246,7 @@ def as_distributed(
     session.refuse_second_call()
     for one in models:
         check_shaped(one)
+        check_unquantized(one)
         check_own(one)
     model_class, optimizer_class = registry.find(strategy)
     common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}

@@ -272,3 +272,21 @@ def test_moments_of_optimizers_of_others_are_left_as_they_were_made() -> None:
         == torch.bfloat16
     )
     assert as_made_by(AdamW([parameter]), moment, "exp_avg", torch.bfloat16) is moment
+
+
+@pytest.mark.usefixtures("fresh_session")
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "async_sgd"]
+)
+def test_a_parameter_quantized_by_bitsandbytes_is_refused(strategy: str) -> None:
+    """The class is recognized by its module, so a class of that module's name stands for those of
+    bitsandbytes, which takes 125 MB."""
+    quantized = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].weight = quantized(torch.zeros(2, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"parameter '0.weight' is a bitsandbytes.nn.modules.Params4bit, .*strategy='zero3'",
+    ) as raised:
+        shoal.as_distributed(net, torch.optim.SGD(net[1].parameters(), 0.1), strategy=strategy)
+    assert raised.value.reason == "QUANTIZED_BY_BITSANDBYTES"

@@ -32,11 +32,11 @@ from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 
+from shoal.integrations.in_step import InStep
 from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.data import training_loader
 from shoal.integrations.lightning.evaluation import ElasticEvaluation
 from shoal.integrations.lightning.fit_state import Progress
-from shoal.integrations.lightning.in_step import InStep
 from shoal.integrations.lightning.metrics import Metrics
 from shoal.integrations.lightning.results import Held, Missing, Results, check_alike
 

@@ -115,13 +115,32 @@ class TrainingArguments(transformers.TrainingArguments):
         return self.process_index
 
 
-def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for unsupported arguments."""
-    if not isinstance(args, TrainingArguments):
+def check_class(trainer: type) -> None:
+    """Raises ConfigurationError for Trainers of TRL that are not in shoal.integrations.trl."""
+    of_trl = [one for one in trainer.__mro__ if one.__module__.partition(".")[0] == "trl"]
+    if of_trl and all(one.__module__ != "shoal.integrations.trl" for one in trainer.__mro__):
+        raise ConfigurationError(
+            f"{trainer.__name__} inherits from TRL's {of_trl[0].__name__}, whose logged values or "
+            "generated texts would cover one worker's samples only; expected SFTTrainer or "
+            "DPOTrainer of shoal.integrations.trl. Other trainers of TRL run unchanged under "
+            "`shoal run`, which restarts them after a fault"
+        )
+
+
+def check_arguments(
+    args: Any,
+    strategy: str,
+    options: Mapping[str, Any],
+    *,
+    expected: type[TrainingArguments] = TrainingArguments,
+) -> None:
+    """Raises ConfigurationError for unsupported arguments. `expected`: class of `args`."""
+    if not isinstance(args, expected):
+        place = expected.__module__.removesuffix(".arguments")
         raise ConfigurationError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected a "
-            "shoal.integrations.transformers.TrainingArguments, which opens no process group of a "
-            "fixed size. Import both classes from shoal.integrations.transformers"
+            f"{place}.{expected.__name__}, which opens no process group of a "
+            f"fixed size. Import both classes from {place}"
         )
     if strategy not in STRATEGIES:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -41,6 +41,7 @@ from shoal.integrations.dealt import evaluate_on_all
 from shoal.integrations.transformers.arguments import (
     TrainingArguments,
     check_arguments,
+    check_class,
     lengths,
     order_of,
 )
@@ -56,6 +57,9 @@ class Trainer(transformers.Trainer):
     `evaluate`, `predict`, `save_model`. A process trains one model, so `train` is called at most
     once.
     """
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    """Class of `args`."""
 
     def __init__(
         self,
@@ -77,9 +81,10 @@ class Trainer(transformers.Trainer):
             ConfigurationError: a different strategy, or arguments that this Trainer does not
                 support.
         """
-        args = TrainingArguments("tmp_trainer") if args is None else args
+        check_class(type(self))
+        args = self.arguments_class("tmp_trainer") if args is None else args
         options = dict(strategy_options or {})
-        check_arguments(args, strategy, options)
+        check_arguments(args, strategy, options, expected=self.arguments_class)
         self._strategy, self._options = strategy, options
         self._resume_from: str | Path | None = None
         self._trained = False
@@ -246,7 +251,7 @@ class Trainer(transformers.Trainer):
         self._tr_loss, self._total_loss_scalar = torch.zeros((), dtype=torch.float64), 0.0
         self._globalstep_last_logged = self._initial_global_step = 0
         self._initial_num_input_tokens_seen = 0
-        session.registered.register("trainer", Progress(self))
+        self._register_state()
         if self._resume_from is not None:
             api.resume(self._resume_from)
 
@@ -274,6 +279,11 @@ class Trainer(transformers.Trainer):
         ):
             self._save_checkpoint(model, None)  # all have been asked to leave
         return self._finalize_training(None, max_steps * loader.plan.global_batch_size, start_time)
+
+    def _register_state(self) -> None:
+        """Registers the state that joiners receive and checkpoints contain. Called once, before
+        training or resuming."""
+        current_session().registered.register("trainer", Progress(self))
 
     def _train_epoch(
         self,
@@ -339,6 +349,7 @@ class Trainer(transformers.Trainer):
                     weights + session.step.micro_batch,
                 )
                 session.step.loss = total / weights
+        self._passes_done()
         scaler = self.accelerator.scaler  # with fp16=True, otherwise None
         if scaler is not None:
             scaler.unscale_(self.optimizer)
@@ -356,6 +367,10 @@ class Trainer(transformers.Trainer):
             self._add_loss(step.mean_loss if step is not None else None)
         self.optimizer.zero_grad()
         return committed
+
+    def _passes_done(self) -> None:
+        """Hook that is called in each step after this rank's passes, before gradients are
+        clipped."""
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
         """Returns whether the step was committed, and whether it updated the parameters. As in
@@ -425,6 +440,7 @@ class Trainer(transformers.Trainer):
             counts = loss is not None and (math.isfinite(loss) or not args.logging_nan_inf_filter)
             weight = samples if counts else 0.0
             return {
+                **self._sums_of_batch(),
                 "loss": float(loss) * weight if counts else 0.0,
                 "weight": weight,
                 "samples": samples,
@@ -445,6 +461,7 @@ class Trainer(transformers.Trainer):
             metrics = denumpify_detensorize(
                 self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=label_ids))
             )
+        metrics |= self._metrics_of_sums(sums)
         if sums.get("weight"):
             metrics[f"{metric_key_prefix}_loss"] = sums["loss"] / sums["weight"]
         prefix = f"{metric_key_prefix}_"
@@ -461,6 +478,15 @@ class Trainer(transformers.Trainer):
             metrics=named,
             num_samples=int(sums.get("samples", 0)),
         )
+
+    def _sums_of_batch(self) -> dict[str, float]:
+        """Returns further values of the evaluation batch just computed, to be summed over all
+        batches."""
+        return {}
+
+    def _metrics_of_sums(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns metrics of an evaluation, computed from the sums over all batches."""
+        return {}
 
     # --------------------------------------------------------------------------------------- saving
 

@@ -114,6 +114,23 @@ def check_shaped(module: nn.Module) -> None:
         )
 
 
+def check_unquantized(module: nn.Module) -> None:
+    """Checks that bitsandbytes has not quantized a parameter of the module; otherwise raises
+    ConfigurationError. Such a parameter keeps some of its values in attributes of the Python
+    object."""
+    for name, parameter in module.named_parameters():
+        kind = type(parameter)
+        if any(one.__module__.partition(".")[0] == "bitsandbytes" for one in kind.__mro__):
+            raise ConfigurationError(
+                f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, whose scales are "
+                "neither parameters nor buffers, so ranks could not compare, send or save them. "
+                "Expected a base model that is not quantized in 4 or 8 bits: load it without "
+                "quantization_config, in bfloat16, and set strategy='zero3' or 'fsdp' to divide "
+                "it among the ranks",
+                reason="QUANTIZED_BY_BITSANDBYTES",
+            )
+
+
 def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
     """Checks that no two parameters, and no parameter and buffer, share memory if one of them is
     trained; otherwise raises ConfigurationError.

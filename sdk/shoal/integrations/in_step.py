@@ -3,7 +3,7 @@
 If a rank dies before it has sent its value, some or all of the other ranks do not receive it. The
 step may nevertheless be committed if its gradients have already been summed: under ddp they are
 summed in the last backward pass, under other strategies after this exchange. After the step, the
-loop therefore checks whether all ranks have the values (`fit_loop.py`).
+loop therefore checks whether all ranks have the values (`lightning/fit_loop.py`, `trl.py`).
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from shoal.checking.loaders import DATA_LOADERS
-from shoal.checking.rules import OPTIMIZERS, Finding, check
+from shoal.checking.rules import Finding, accumulating_loops, check, created_optimizers
 from shoal.checking.script import Loop, Script
 
 MARK: Final = "# shoal: "
@@ -45,6 +45,7 @@ _BY_STEPS: Final = (
     "and inside it `for batch in loader:`, where loader is a shoal.ElasticDataLoader; "
     "loader.global_step counts the steps"
 )
+_NOT_RANGE: Final = "the training loop is not `for ... in range(n)`"
 _LIMITS: Final = (
     "for a limit of n steps, `for epoch in loader.epochs(max_steps=n):`; other conditions may only "
     "use values that are equal on all ranks, such as loader.global_step or a result of "
@@ -58,6 +59,9 @@ _NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
 """Arguments of a DataLoader that the user has to check."""
 
 
+_Found = TypeVar("_Found")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """Result of converting a script."""
@@ -67,18 +71,19 @@ class Conversion:
     """Number of places that were changed."""
     marks: int
     """Number of comments inserted to mark remaining work for the user."""
-    refusal: str
-    """Reason why the training loop was left unchanged; empty if it was converted."""
+    obstacles: tuple[str, ...]
+    """Reasons why the training loop was left unchanged, by line; empty if it was converted."""
 
 
 class _Unclear(Exception):
-    """Raised if the training loop has a shape that cannot be converted."""
+    """A reason why the training loop cannot be converted."""
 
     def __init__(self, what: str, node: ast.AST | None = None, *, remedy: str = "") -> None:
         """`what`: why the loop cannot be converted. `node`: statement above which the problem is
         marked. `remedy`: what to write instead."""
         line = getattr(node, "lineno", None)
         super().__init__(f"line {line}: {what}" if line else what)
+        self.line = line or 0
         self.marks = (
             (Finding(line=line, what=f"not converted: {what}", remedy=remedy),)
             if line and remedy
@@ -117,23 +122,86 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
         return None
     script = Script(source, name)
     edits = _Edits(source)
-    refusal = ""
-    left: tuple[Finding, ...] = ()
-    try:
-        shape = _find_shape(script)
-    except _Unclear as reason:
-        refusal, left = str(reason), reason.marks
-    else:
+    obstacles: list[_Unclear] = []
+    shape = _find_shape(script, obstacles)
+    if shape is not None:
         _convert_loop(script, shape, found, edits)
     converted = edits.apply()
+    left = tuple(mark for obstacle in obstacles for mark in obstacle.marks)
     marked, marks = _marked(converted, name, left)
-    return Conversion(source=marked, changes=edits.count, marks=marks, refusal=refusal)
+    return Conversion(
+        source=marked,
+        changes=edits.count,
+        marks=marks,
+        obstacles=tuple(map(str, sorted(obstacles, key=lambda each: each.line))),
+    )
 
 
 # -------------------------------------------------------------------------- structure of the script
 
 
-def _find_shape(script: Script) -> _Shape:
+def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
+    """Returns the loop and its parts; None if it cannot be converted. Each reason is then added to
+    `obstacles`."""
+
+    def attempt(find: Callable[[], _Found]) -> _Found | None:
+        try:
+            return find()
+        except _Unclear as reason:
+            obstacles.append(reason)
+            return None
+
+    epochs = attempt(lambda: _epochs(script))
+    if epochs is None:
+        return None
+    scope = script.scope(epochs)
+    block = script.tree.body if scope is None else scope.body
+    attempt(lambda: _check_range(epochs))
+    attempt(lambda: _check_scope(script, block, epochs))
+    first_import = attempt(lambda: _first_import(script))
+    inner = attempt(lambda: _batches(script, epochs))
+    if inner is None:
+        return None
+    obstacles += _exits(script, epochs, inner)
+    backward = attempt(lambda: _backward(script, inner))
+    step = attempt(lambda: _step(script, inner))
+    scheduler = attempt(lambda: _scheduler(script, inner, step[1])) if step else None
+    optimizer = attempt(lambda: _optimizer(script, block, step[0] if step else None))
+    loader = attempt(lambda: _loader(script, block, inner))
+    if step and backward and inner.body.index(step[1]) < inner.body.index(backward[0]):
+        obstacles.append(_Unclear("the optimizer's step comes before backward()", step[1]))
+    made = [optimizer[0]] if optimizer else []
+    for created in (*made, *([script.statement(loader[1])] if loader else [])):
+        if epochs in block and block.index(created) > block.index(epochs):
+            obstacles.append(_Unclear("it is created after the training loop", created))
+    if optimizer and loader:
+        attempt(lambda: _check_names(script, block, optimizer, inner, loader[0]))
+    own_lines = (*made, backward and backward[0], step and step[1], scheduler)
+    obstacles += [
+        _Unclear("the line has more than one statement", whole)
+        for whole in own_lines
+        if whole and not _has_lines_of_its_own(script, whole)
+    ]
+    if obstacles or not (first_import and backward and step and optimizer and loader):
+        return None
+    return _Shape(
+        first_import=first_import,
+        block=block,
+        model=optimizer[2],
+        optimizer=step[0],
+        made=optimizer[0],
+        loader=loader[0],
+        loader_call=loader[1],
+        epochs=epochs,
+        backward=backward[0],
+        loss=backward[1],
+        step=step[1],
+        scheduler=scheduler,
+    )
+
+
+def _epochs(script: Script) -> ast.For:
+    """Returns the training loop of a script that no other library distributes."""
     used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
     for imported in script.of_type(ast.Import, ast.ImportFrom):
         module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []
@@ -146,68 +214,66 @@ def _find_shape(script: Script) -> _Shape:
     loops = script.training_loops()
     if len(loops) != 1:
         raise _Unclear(f"the script has {len(loops)} training loops", loops[1] if loops else None)
-    epochs = loops[0]
-    if not isinstance(epochs, ast.For) or not _is_range(epochs.iter):
+    if not isinstance(loops[0], ast.For):
+        raise _Unclear(_NOT_RANGE, loops[0], remedy=_BY_STEPS)
+    return loops[0]
+
+
+def _check_range(epochs: ast.For) -> None:
+    looped = epochs.iter
+    if (
+        not isinstance(looped, ast.Call)
+        or ast.unparse(looped.func) != "range"
+        or any(isinstance(each, ast.Starred) for each in looped.args)
+    ):
+        raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
+    if len(looped.args) == 2 and not isinstance(looped.args[0], ast.Constant):
         raise _Unclear(
-            "the training loop is not `for ... in range(n)`",
+            f"the training loop is `{ast.unparse(looped)}`, and shoal.resume restores the epoch",
             epochs,
-            remedy=_BY_STEPS if isinstance(epochs, ast.While) else _BY_EPOCHS,
+            remedy=f"shoal.resume(directory) before the loop, without "
+            f"`{ast.unparse(looped.args[0])}`, and {_BY_EPOCHS}",
         )
+    if len(looped.args) != 1:
+        raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
+
+
+def _check_scope(script: Script, block: list[ast.stmt], epochs: ast.For) -> None:
     scope = script.scope(epochs)
-    block = script.tree.body if scope is None else scope.body
     if epochs not in block:
         raise _Unclear("the loop over epochs is inside another statement", epochs)
     if scope is not None and scope not in script.unguarded_scopes:
+        raise _Unclear(f"the loop is in {scope.name}(), which may not be called on every rank", scope)
+
+
+def _batches(script: Script, epochs: ast.For) -> ast.For:
+    inner = [part for part in epochs.body if isinstance(part, Loop) and script.trains(part)]
+    if len(inner) != 1:
         raise _Unclear(
-            f"the loop is in {scope.name}(), which may not be called on every rank", scope
+            f"expected one loop over batches directly inside it, found {len(inner)}", epochs
         )
-    inner = _only([part for part in epochs.body if _trains(script, part)], "batches", epochs)
-    if not isinstance(inner, ast.For):
-        raise _Unclear("the loop over batches is not a `for`", inner, remedy=_BY_STEPS)
+    if not isinstance(inner[0], ast.For):
+        raise _Unclear("the loop over batches is not a `for`", inner[0], remedy=_BY_STEPS)
+    return inner[0]
+
+
+def _exits(script: Script, epochs: ast.For, inner: ast.For) -> Iterator[_Unclear]:
     for node in ast.walk(epochs):
         if isinstance(node, ast.Break | ast.Continue | ast.Return):
-            raise _Unclear(
+            yield _Unclear(
                 "the training loop has a break, continue or return",
                 node,
                 remedy=_LIMITS if inner in script.above(node) else _STOPS,
             )
-    backward, loss = _backward(script, inner)
-    optimizer, step = _step(script, inner)
-    scheduler = _scheduler(script, inner, step)
-    if inner.body.index(step) < inner.body.index(backward):
-        raise _Unclear("the optimizer's step comes before backward()", step)
-    made, model = _optimizer(script, block, optimizer)
-    loader, loader_call = _loader(script, block, inner)
-    for statement in (made, script.statement(loader_call)):
-        if block.index(statement) > block.index(epochs):
-            raise _Unclear("it is created after the training loop", statement)
-    _check_names(script, block, made, inner, (model, optimizer, loader))
-    for whole in (made, backward, step, scheduler):
-        if whole is not None and not _has_lines_of_its_own(script, whole):
-            raise _Unclear("the line has more than one statement", whole)
-    imports = (
-        part
-        for part in script.tree.body
-        if isinstance(part, ast.Import)
-        or (isinstance(part, ast.ImportFrom) and part.module != "__future__")
-    )
-    first_import = next(imports, None)
-    if first_import is None:
-        raise _Unclear("the script has no top-level import")
-    return _Shape(
-        first_import=first_import,
-        block=block,
-        model=model,
-        optimizer=optimizer,
-        made=made,
-        loader=loader,
-        loader_call=loader_call,
-        epochs=epochs,
-        backward=backward,
-        loss=loss,
-        step=step,
-        scheduler=scheduler,
-    )
+
+
+def _first_import(script: Script) -> ast.stmt:
+    for part in script.tree.body:
+        if isinstance(part, ast.Import) or (
+            isinstance(part, ast.ImportFrom) and part.module != "__future__"
+        ):
+            return part
+    raise _Unclear("the script has no top-level import")
 
 
 def _has_lines_of_its_own(script: Script, node: ast.stmt) -> bool:
@@ -215,28 +281,6 @@ def _has_lines_of_its_own(script: Script, node: ast.stmt) -> bool:
     before = script.lines[node.lineno - 1].encode()[: node.col_offset]
     after = script.lines[end_line - 1].encode()[end_column:].strip()
     return not before.strip() and (not after or after.startswith(b"#"))
-
-
-def _is_range(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "range"
-        and len(node.args) == 1
-        and not isinstance(node.args[0], ast.Starred)
-    )
-
-
-def _trains(script: Script, part: ast.stmt) -> bool:
-    return isinstance(part, Loop) and script.trains(part)
-
-
-def _only(found: list[ast.stmt], what: str, loop: ast.AST) -> ast.stmt:
-    if len(found) != 1:
-        raise _Unclear(
-            f"expected one loop over {what} directly inside it, found {len(found)}", loop
-        )
-    return found[0]
 
 
 def _method_calls(script: Script, method: str) -> list[ast.Call]:
@@ -267,7 +311,10 @@ def _backward(script: Script, inner: ast.For) -> tuple[ast.stmt, str]:
 
 def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
     """Returns the name of the optimizer, and the statement that performs its step."""
-    names = {ast.unparse(each.targets[0]) for each in _optimizers(script)}
+    for loop, branch in accumulating_loops(script):
+        if loop is inner:
+            raise _Unclear("gradients accumulate over several batches", branch)
+    names = {ast.unparse(each.targets[0]) for each in created_optimizers(script)}
     calls = [
         call
         for call in _method_calls(script, "step")
@@ -308,24 +355,18 @@ def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | Non
     return others[0]
 
 
-def _optimizers(script: Script) -> list[ast.Assign]:
-    """Returns the assignments that create a torch optimizer."""
-    return [
-        node
-        for node in script.of_type(ast.Assign)
-        if isinstance(node.value, ast.Call)
-        and OPTIMIZERS.fullmatch(script.full_name(node.value.func))
-    ]
-
-
-def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.stmt, str]:
-    """Returns the statement that creates the optimizer, and the name of its model."""
-    made = _optimizers(script)
+def _optimizer(
+    script: Script, block: list[ast.stmt], name: str | None
+) -> tuple[ast.stmt, str, str]:
+    """Returns the statement that creates the optimizer, and the names of the optimizer and of its
+    model. `name`: name of the optimizer in the loop; None if it is unknown."""
+    made = created_optimizers(script)
+    names = [ast.unparse(target) for each in made for target in each.targets]
     if (
         len(made) != 1
         or made[0] not in block
-        or [ast.unparse(each) for each in made[0].targets] != [name]
-        or not name.isidentifier()
+        or names != [name or names[0]]
+        or not names[0].isidentifier()
     ):
         raise _Unclear(
             "expected one optimizer of torch.optim, created in the same block as the loop",
@@ -335,10 +376,10 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
     models = _models(block, made[0].value)
     if len(models) != 1:
         raise _Unclear(
-            f"{name} is not created from the parameters of one model, as model.parameters()",
+            f"{names[0]} is not created from the parameters of one model, as model.parameters()",
             made[0],
         )
-    return made[0], models.pop()
+    return made[0], names[0], models.pop()
 
 
 def _models(
@@ -412,13 +453,13 @@ def _is_read(script: Script, use: ast.Name) -> bool:
 def _check_names(
     script: Script,
     block: list[ast.stmt],
-    made: ast.stmt,
+    created: tuple[ast.stmt, str, str],
     inner: ast.For,
-    names: tuple[str, str, str],
+    loader: str,
 ) -> None:
     """Checks that the names of model, optimizer and loader each refer to one object, and that no
     other object refers to the model before it is replaced."""
-    model, optimizer, loader = names
+    made, optimizer, model = created
     scope = script.scope(inner)
     made_once = [
         node
@@ -435,7 +476,7 @@ def _check_names(
         if bound and rebound in later and script.scope(rebound) is scope:
             raise _Unclear(f"{model} is assigned again after {optimizer} was created", rebound)
     for shared in script.of_type(ast.Global, ast.Nonlocal):
-        if set(shared.names) & set(names):
+        if set(shared.names) & {model, optimizer, loader}:
             raise _Unclear("a function assigns the model, the optimizer or the loader", shared)
     for part in block[: block.index(made)]:
         for node in ast.walk(part):

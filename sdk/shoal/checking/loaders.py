@@ -1,4 +1,4 @@
-"""Tracks the plain DataLoaders of a script: where they are created, passed and iterated."""
+"""Tracks the loaders of a script: where they are created, passed and iterated."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from typing import Final
 
 from shoal.checking.script import Function, Loop, Script, last_name
 
-DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+DATA_LOADERS: Final = frozenset(
+    {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
+)
+ELASTIC_LOADERS: Final = frozenset(
+    {"shoal.ElasticDataLoader", "shoal.ElasticDataLoader.from_dataloader"}
+)
 _DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
 """Names of functions that distribute the batches of their DataLoader arguments across ranks."""
 _PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
 
 
 class Loaders:
-    """Maps names in each scope to the DataLoaders that they may refer to."""
+    """Maps names in each scope to the loaders that they may refer to."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, kinds: frozenset[str] = DATA_LOADERS) -> None:
+        """`kinds`: full names of the functions that create the loaders to track."""
         self._script = script
-        self._made = set(script.calls(*DATA_LOADERS))
+        self._made = set(script.calls(*kinds))
         self._names: dict[tuple[Function | None, str], set[ast.Call]] = {}
         self._returned: dict[Function, dict[int | None, set[ast.Call]]] = {}
         while self._spread():

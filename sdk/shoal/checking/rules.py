@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from shoal.checking.loaders import Loaders
+from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
 from shoal.checking.script import Loop, Script, last_name, words_in
 
 _IGNORED: Final = re.compile(r"#\s*shoal:\s*ignore\b")
@@ -36,7 +36,7 @@ def check(source: str, name: str = "<script>") -> list[Finding] | None:
     Raises SyntaxError.
     """
     script = Script(source, name)
-    if not (script.training_loops() or any(_trainers(script))):
+    if not (script.training_loops() or any(_trainers(script)) or _uses_elastic_trainer(script)):
         return None
     found = {finding for rule in _RULES for finding in rule(script)}
     return sorted(
@@ -234,6 +234,120 @@ def _plain_loader(loader: ast.Call) -> Finding:
     )
 
 
+def _accumulation(script: Script) -> Iterator[Finding]:
+    for _, branch in accumulating_loops(script):
+        yield _finding(
+            branch,
+            "gradients accumulate over several batches, but an ElasticDataLoader refuses the next "
+            "batch until optimizer.step() was called",
+            "shoal.ElasticDataLoader(dataset, global_batch_size=..., micro_batch_size=...), and "
+            "`for step in loader.steps():`, in it `for batch in step:` with backward(), and after "
+            "that loop optimizer.step(), without the condition; do not divide the loss: "
+            "docs/guides/accumulation.md",
+        )
+
+
+def accumulating_loops(script: Script) -> Iterator[tuple[ast.For | ast.AsyncFor, ast.If]]:
+    """Yields each loop over the batches of a loader that counts batches between optimizer steps,
+    with the `if` on the count."""
+    loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+    optimizers = _optimizer_names(script)
+    for loop in script.of_type(ast.For, ast.AsyncFor):
+        if not loaders.of(loop.iter):
+            continue
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        steps = [
+            _counted_branch(script, call, loop)
+            for call in calls
+            if _is_optimizer_step(call, optimizers)
+        ]
+        passes = {
+            _counted_branch(script, call, loop) for call in calls if last_name(call) == "backward"
+        }
+        if steps and steps[0] and None not in steps and passes - set(steps):
+            yield loop, steps[0][0]
+
+
+def _counted_branch(
+    script: Script, node: ast.AST, loop: ast.For | ast.AsyncFor
+) -> tuple[ast.If, bool] | None:
+    """Returns the outermost `if` on a count of batches that decides whether an iteration of the
+    loop runs the node, and the outcome of its test that does; None if all iterations run it."""
+    found = None
+    below = node
+    for above in (*_until(script, node, loop), loop):
+        if isinstance(above, ast.If) and below is not above.test and _counts(above.test, loop):
+            found = (above, below in above.body)
+        for block in (getattr(above, name, None) for name in ("body", "orelse")):
+            if isinstance(block, list) and below in block:
+                for before in block[: block.index(below)]:
+                    if (
+                        isinstance(before, ast.If)
+                        and isinstance(before.body[-1], ast.Continue)
+                        and _counts(before.test, loop)
+                    ):
+                        found = (before, False)
+        below = above
+    return found
+
+
+def _counts(test: ast.expr, loop: ast.For | ast.AsyncFor) -> bool:
+    """Returns whether a condition uses a remainder, or compares a name that counts iterations."""
+    counters = {
+        ast.unparse(node.target)
+        for node in loop.body
+        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant)
+    }
+    remainders = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign)
+        for name, value in _assigned(node)
+        if _has_remainder(value)
+    }
+    return (
+        _has_remainder(test)
+        or any(_has_name(test, name) for name in remainders)
+        or (isinstance(test, ast.Compare) and any(_has_name(test, name) for name in counters))
+    )
+
+
+def _has_remainder(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Mod) for part in ast.walk(node))
+
+
+def _is_optimizer_step(call: ast.Call, optimizers: set[str]) -> bool:
+    """Returns whether a call is the step of an optimizer, or that of a GradScaler."""
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "step"
+        and any(
+            ast.unparse(part) in optimizers
+            or (words_in(part) & _OPTIMIZER_WORDS and not words_in(part) & _SCHEDULER_WORDS)
+            for part in (call.func.value, *call.args)
+        )
+    )
+
+
+def created_optimizers(script: Script) -> list[ast.Assign]:
+    """Returns the assignments that create a torch optimizer."""
+    return [
+        node
+        for node in script.of_type(ast.Assign)
+        if isinstance(node.value, ast.Call)
+        and OPTIMIZERS.fullmatch(script.full_name(node.value.func))
+    ]
+
+
+def _optimizer_names(script: Script) -> set[str]:
+    made = [target for node in created_optimizers(script) for target in node.targets]
+    for node in script.of_type(ast.Assign):
+        if isinstance(node.value, ast.Call) and last_name(node.value).startswith("as_distributed"):
+            for target in node.targets:
+                made += target.elts[1:] if isinstance(target, ast.Tuple) else []
+    return {ast.unparse(target) for target in made}
+
+
 def _evaluates(script: Script, loop: Loop) -> bool:
     """Returns whether a loop runs without gradients, or after the `eval()` of a module."""
     scope = script.scope(loop)
@@ -260,6 +374,8 @@ def _is_no_grad(node: ast.AST) -> bool:
 
 _SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
 OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
+_OPTIMIZER_WORDS: Final = frozenset({"opt", "optim", "optimizer", "optimizers"})
+_SCHEDULER_WORDS: Final = frozenset({"lr", "sched", "scheduler", "schedulers"})
 _STEP_NAMES: Final = frozenset({"step", "steps", "iteration", "iterations", "iter", "batches"})
 
 
@@ -588,6 +704,15 @@ def _trainers(script: Script) -> Iterator[Finding]:
             )
 
 
+def _uses_elastic_trainer(script: Script) -> bool:
+    """Returns whether a script uses a Trainer or a strategy of `shoal.integrations`, whose training
+    loop is not in the script."""
+    return any(
+        script.full_name(node).startswith("shoal.integrations.")
+        for node in script.of_type(ast.Name, ast.Attribute)
+    )
+
+
 def _not_distributed(script: Script) -> Iterator[Finding]:
     names = {last_name(call) for call in script.calls()}
     if any(name.startswith("as_distributed") for name in names) or any(_trainers(script)):
@@ -606,6 +731,7 @@ _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _files,
     _output,
     _data,
+    _accumulation,
     _values,
     _copies,
     _made_in_loops,

@@ -173,6 +173,70 @@ def test_values_that_decide_together_are_registered_by_one_call() -> None:
     ]
 
 
+_BATCHES = "for i, (x, y) in enumerate(loader):"
+_PASS = "nn.functional.mse_loss(model(x), y).backward()"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (f"{_PASS}\nif (i + 1) % 2 == 0 or i == last:\n    optimizer.step()", 1),
+        (f"{_PASS}\nif (i + 1) % 2:\n    continue\noptimizer.step()", 1),
+        (f"{_PASS}\nis_last = i % 2 == 1\nif is_last:\n    scaler.step(optimizer)", 2),
+        (f"{_PASS}\nn += 1\nif n == 2:\n    optimizer.step()\n    n = 0", 2),
+        (
+            f"if i % 2:\n    {_PASS}\n    optimizer.step()\nelse:\n"
+            f"    with model.no_sync():\n        {_PASS}",
+            0,
+        ),
+    ],
+)
+def test_accumulation_over_batches_is_reported(body: str, line: int, plain: bool) -> None:
+    start = _START.replace("shoal.ElasticDataLoader(", "DataLoader(") if plain else _START
+    loop = f"n, last = 0, 9\n{_BATCHES}\n{textwrap.indent(body, '    ')}\n"
+    source = start + loop
+    found = [each for each in check(source) or [] if "accumulate" in each.what]
+    assert [source.splitlines()[each.line - 1].strip() for each in found] == [
+        body.splitlines()[line]
+    ]
+    assert "micro_batch_size=" in found[0].remedy
+    assert "loader.steps()" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{_PASS}\nif optimizer.step() and i % 2 == 0:\n    scheduler.step()",
+        f"{_PASS}\noptimizer.step()\nif i % 2 == 0:\n    lr_scheduler.step()",
+        f"if i % 2 == 0:\n    {_PASS}\n    optimizer.step()",
+        f"if i % 2:\n    {_PASS}\n    optimizer.step()\nelse:\n    {_PASS}\n    other_opt.step()",
+        f"{_PASS}\noptimizer.step()\nif i % 5 == 0:\n    {_PASS}\n    other_opt.step()",
+        f"{_PASS}\nif torch.isfinite(norm):\n    optimizer.step()",
+    ],
+)
+def test_a_loop_without_accumulation_is_not_reported(body: str) -> None:
+    found = check(f"{_START}{_BATCHES}\n{textwrap.indent(body, '    ')}\n")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "from shoal.integrations.transformers import Trainer\nTrainer(net, arguments).train()",
+        "import shoal.integrations.trl\nshoal.integrations.trl.SFTTrainer(net).train()",
+        "import lightning\nfrom shoal.integrations.lightning import ShoalStrategy\n"
+        "lightning.Trainer(strategy=ShoalStrategy()).fit(net, data)",
+    ],
+)
+def test_a_script_with_a_trainer_of_shoal_is_checked(trainer: str) -> None:
+    assert check(trainer) == []
+    lines = ["print(1)", "torch.save(net, 'a.pt')", "log = open('log.txt', 'w')"]
+    source = "\n".join(["import torch", trainer, *lines, "if trainer.is_global_zero:\n    print(2)"])
+    found = check(source) or []
+    assert [source.splitlines()[each.line - 1] for each in found] == lines
+
+
 def test_the_command_names_file_line_and_remedy_and_fails_if_there_are_findings(
     tmp_path: Path,
 ) -> None:
@@ -196,7 +260,11 @@ def test_a_script_without_a_training_loop_is_not_checked(tmp_path: Path) -> None
     script.write_text("print(1)\n")
     result = CliRunner().invoke(app, ["check", str(script)])
     assert result.exit_code == 0
-    assert "found no training loop" in result.stdout
+    assert result.stdout == f"{script}: found no training loop, so nothing was checked\n"
+    clean = tmp_path / "b.py"
+    clean.write_text(_START + _LOOP)
+    result = CliRunner().invoke(app, ["check", str(script), str(clean)])
+    assert result.stdout.splitlines()[1:] == ["nothing to change in 1 of 2 scripts"]
 
 
 @pytest.mark.parametrize("content", [None, "def (:\n"])

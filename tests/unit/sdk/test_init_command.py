@@ -137,7 +137,7 @@ main()
 """
     conversion = convert(source)
     assert conversion is not None
-    assert (conversion.refusal, conversion.marks) == ("", 1)
+    assert (conversion.obstacles, conversion.marks) == ((), 1)
     lines = conversion.source.splitlines()
     at = lines.index("\tmodel, optimizer = shoal.as_distributed(model, optimizer)")
     assert lines[at - 1] == "\t\tmodel.parameters(), 0.1)"
@@ -173,7 +173,7 @@ def test_the_optimizer_may_have_some_parameters_of_the_model_or_groups(
     made = f"optimizer = torch.optim.AdamW({parameters}, lr=1e-3)"
     conversion = convert(_PLAIN.replace(_MADE, f"{before}\n{made}"))
     assert conversion is not None
-    assert (conversion.refusal, conversion.marks) == ("", 0)
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
     distributed = "model, optimizer = shoal.as_distributed(model, optimizer)"
     assert f"{made}\n{distributed}\n" in conversion.source
 
@@ -192,6 +192,7 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         ("import torch\n", "import torch\nimport accelerate\n", "docs/migration/accelerate.md"),
         (_RANGE, "for epoch in range(1, 301):", "not `for ... in range(n)`"),
         (_RANGE, "while True:", "not `for ... in range(n)`"),
+        (_RANGE, "for epoch in range(first, 300):", "shoal.resume restores the epoch"),
         (_STEP, "        if loss < 9:\n            optimizer.step()", "optimizer.step()"),
         (_STEP, "        optimizer.step(None)", "optimizer.step()"),
         (_STEP, f"{_STEP}\n{_STEP}", "optimizer.step()"),
@@ -221,7 +222,7 @@ def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
     source = _PLAIN.replace(old, new)
     conversion = convert(source)
     assert conversion is not None
-    assert reason in conversion.refusal
+    assert reason in " ".join(conversion.obstacles)
     assert conversion.changes == 0
     assert conversion.marks > 0
     assert ast.dump(ast.parse(conversion.source)) == ast.dump(ast.parse(source))
@@ -232,6 +233,12 @@ def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
     [
         (_RANGE, "while True:", "while True:", "loader.epochs(max_steps=n)"),
         (_RANGE, "for epoch in range(1, 301):", "for epoch in range(1, 301):", "loader.epochs(n)"),
+        (
+            _RANGE,
+            "for epoch in range(first, 300):",
+            "for epoch in range(first, 300):",
+            "shoal.resume(directory) before the loop, without `first`",
+        ),
         (_STEP, f"{_STEP}\n        if loss < 1: break", "        if", "epochs(max_steps=n)"),
         ("flush=True)", "flush=True)\n    if loss < 1: break", "    if", "should_early_stop"),
     ],
@@ -249,6 +256,34 @@ def test_a_loop_that_is_not_converted_names_what_to_write_instead(
     assert remedy in comment
     assert lines[above].startswith(line)
     assert f"places marked '{MARK.strip()}'" in shown
+
+
+def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    counted = f"        if step % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
+    source = (
+        _PLAIN.replace(_RANGE, "first = 0\nfor epoch in range(first, 300):")
+        .replace("for inputs, targets in loader:", "for step, (inputs, targets) in enumerate(loader):")
+        .replace("        optimizer.zero_grad()\n", "")
+        .replace(_STEP, counted)
+        .replace("flush=True)", "flush=True)\n    if loss < 1:\n        break")
+        .replace("shuffle=True)", "sampler=sampler)")
+    )
+    plain.write_text(source)
+    shown = CliRunner().invoke(app, ["init", "--from", str(plain)]).stdout.splitlines()
+    at = shown.index("the training loop was not converted:")
+    listed = [each.strip() for each in shown[at + 1 : at + 5]]
+    lines = [source.splitlines()[int(each.split(":")[0].split()[1]) - 1] for each in listed]
+    assert [(each.split(": ", 1)[1], line.strip()) for each, line in zip(listed, lines)] == [
+        ("loader has a sampler or worker_init_fn, or may have one", lines[0]),
+        (
+            "the training loop is `range(first, 300)`, and shoal.resume restores the epoch",
+            "for epoch in range(first, 300):",
+        ),
+        ("gradients accumulate over several batches", "if step % 2 == 1:"),
+        ("the training loop has a break, continue or return", "break"),
+    ]
+    assert "micro_batch_size=" in (tmp_path / "plain_elastic.py").read_text()
 
 
 def test_marks_stand_above_decorators_and_statements_of_several_lines() -> None:

@@ -40,8 +40,10 @@ def check(
     if count:
         typer.echo(f"{count} line{'' if count == 1 else 's'} to change")
         raise typer.Exit(1)
-    if checked_scripts:
+    if checked_scripts == len(scripts):
         typer.echo("nothing to change")
+    elif checked_scripts:
+        typer.echo(f"nothing to change in {checked_scripts} of {len(scripts)} scripts")
 
 
 def _read(path: Path) -> str:

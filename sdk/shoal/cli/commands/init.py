@@ -83,8 +83,9 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
     ):
         typer.echo(line)
     typer.echo(f"\nwrote {script}")
-    if conversion.refusal:
-        typer.echo(f"the training loop was not converted: {conversion.refusal}")
+    if conversion.obstacles:
+        reasons = "\n  ".join(conversion.obstacles)
+        typer.echo(f"the training loop was not converted:\n  {reasons}")
     if marks := conversion.marks:
         places = "place" if marks == 1 else f"{marks} places"
         typer.echo(f"first edit the {places} marked '{MARK.strip()}'")

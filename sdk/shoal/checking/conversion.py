@@ -228,11 +228,12 @@ def _check_range(epochs: ast.For) -> None:
     ):
         raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
     if len(looped.args) == 2 and not isinstance(looped.args[0], ast.Constant):
+        start, end = map(ast.unparse, looped.args)
         raise _Unclear(
-            f"the training loop is `{ast.unparse(looped)}`, and shoal.resume restores the epoch",
+            f"range({start}, {end}): shoal.resume restores the epoch, so loop over "
+            f"loader.epochs({end})",
             epochs,
-            remedy=f"shoal.resume(directory) before the loop, without "
-            f"`{ast.unparse(looped.args[0])}`, and {_BY_EPOCHS}",
+            remedy=f"shoal.resume(directory) before the loop, without `{start}`, and {_BY_EPOCHS}",
         )
     if len(looped.args) != 1:
         raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
@@ -243,7 +244,9 @@ def _check_scope(script: Script, block: list[ast.stmt], epochs: ast.For) -> None
     if epochs not in block:
         raise _Unclear("the loop over epochs is inside another statement", epochs)
     if scope is not None and scope not in script.unguarded_scopes:
-        raise _Unclear(f"the loop is in {scope.name}(), which may not be called on every rank", scope)
+        raise _Unclear(
+            f"the loop is in {scope.name}(), which may not be called on every rank", scope
+        )
 
 
 def _batches(script: Script, epochs: ast.For) -> ast.For:
@@ -313,7 +316,9 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
     """Returns the name of the optimizer, and the statement that performs its step."""
     for loop, branch in accumulating_loops(script):
         if loop is inner:
-            raise _Unclear("gradients accumulate over several batches", branch)
+            raise _Unclear(
+                "gradients accumulate over several batches: docs/guides/accumulation.md", branch
+            )
     names = {ast.unparse(each.targets[0]) for each in created_optimizers(script)}
     calls = [
         call

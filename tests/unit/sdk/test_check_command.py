@@ -213,6 +213,9 @@ def test_accumulation_over_batches_is_reported(body: str, line: int, plain: bool
         f"if i % 2:\n    {_PASS}\n    optimizer.step()\nelse:\n    {_PASS}\n    other_opt.step()",
         f"{_PASS}\noptimizer.step()\nif i % 5 == 0:\n    {_PASS}\n    other_opt.step()",
         f"{_PASS}\nif torch.isfinite(norm):\n    optimizer.step()",
+        f"{_PASS}\nif i % 2 == 0:\n    optimizer_schedulers[0].step()\nupdate(optimizer)",
+        f"if i % 5:\n    other_opt.step()\nif i % 2:\n    {_PASS}\n"
+        "with autocast:\n    optimizer.step()",
     ],
 )
 def test_a_loop_without_accumulation_is_not_reported(body: str) -> None:
@@ -232,7 +235,8 @@ def test_a_loop_without_accumulation_is_not_reported(body: str) -> None:
 def test_a_script_with_a_trainer_of_shoal_is_checked(trainer: str) -> None:
     assert check(trainer) == []
     lines = ["print(1)", "torch.save(net, 'a.pt')", "log = open('log.txt', 'w')"]
-    source = "\n".join(["import torch", trainer, *lines, "if trainer.is_global_zero:\n    print(2)"])
+    guarded = "if trainer.is_global_zero:\n    print(2)"
+    source = "\n".join(["import torch", trainer, *lines, guarded])
     found = check(source) or []
     assert [source.splitlines()[each.line - 1] for each in found] == lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -260,10 +261,10 @@ def test_a_loop_that_is_not_converted_names_what_to_write_instead(
 
 def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     plain = tmp_path / "plain.py"
-    counted = f"        if step % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
+    counted = f"        if i % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
     source = (
         _PLAIN.replace(_RANGE, "first = 0\nfor epoch in range(first, 300):")
-        .replace("for inputs, targets in loader:", "for step, (inputs, targets) in enumerate(loader):")
+        .replace("for images, labels in loader:", "for i, (images, labels) in enumerate(loader):")
         .replace("        optimizer.zero_grad()\n", "")
         .replace(_STEP, counted)
         .replace("flush=True)", "flush=True)\n    if loss < 1:\n        break")
@@ -273,14 +274,21 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["init", "--from", str(plain)]).stdout.splitlines()
     at = shown.index("the training loop was not converted:")
     listed = [each.strip() for each in shown[at + 1 : at + 5]]
-    lines = [source.splitlines()[int(each.split(":")[0].split()[1]) - 1] for each in listed]
-    assert [(each.split(": ", 1)[1], line.strip()) for each, line in zip(listed, lines)] == [
-        ("loader has a sampler or worker_init_fn, or may have one", lines[0]),
+    lines = ["", *map(str.strip, source.splitlines())]
+    found = re.findall(r"line (\d+): (.*)", "\n".join(listed))
+    assert [(what, lines[int(line)]) for line, what in found] == [
         (
-            "the training loop is `range(first, 300)`, and shoal.resume restores the epoch",
+            "loader has a sampler or worker_init_fn, or may have one",
+            "loader = DataLoader(dataset, batch_size=96, sampler=sampler)",
+        ),
+        (
+            "range(first, 300): shoal.resume restores the epoch, so loop over loader.epochs(300)",
             "for epoch in range(first, 300):",
         ),
-        ("gradients accumulate over several batches", "if step % 2 == 1:"),
+        (
+            "gradients accumulate over several batches: docs/guides/accumulation.md",
+            "if i % 2 == 1:",
+        ),
         ("the training loop has a break, continue or return", "break"),
     ]
     assert "micro_batch_size=" in (tmp_path / "plain_elastic.py").read_text()

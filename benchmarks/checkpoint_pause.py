@@ -31,15 +31,15 @@ BATCH: Final = 4
 STATE_MB: Final = 805
 QUICK_STATE_MB: Final = 80
 ALLOWED_S: Final = 0.05
-_SAVES: Final = 5
+_SAVES: Final = 3
 _QUICK_SAVES: Final = 2
-_BETWEEN: Final = 20
+_BETWEEN: Final = 7
 """Steps between two saves, which is enough for a checkpoint to be written."""
 _WARM_UP_SAVES: Final = 1
 """Saves at the beginning that do not count. DCP starts its process in the first one."""
-_LOADS: Final = 3
+_LOADS: Final = 2
 _QUICK_LOADS: Final = 1
-_RAW_ROUNDS: Final = 3
+_RAW_ROUNDS: Final = 2
 _CHUNK: Final = 8 << 20
 _TIMEOUT_S: Final = 600
 _MODULE: Final = "benchmarks.workers.saving"
@@ -102,7 +102,7 @@ class Measured:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 10 minutes."""
+    """Runs the benchmark described in the module. About 12 minutes."""
     megabytes = QUICK_STATE_MB if options.quick else STATE_MB
     saves, loads = (_QUICK_SAVES, _QUICK_LOADS) if options.quick else (_SAVES, _LOADS)
     nbytes = 1e6 * megabytes

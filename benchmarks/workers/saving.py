@@ -50,6 +50,10 @@ class System(Protocol):
         complete."""
         ...
 
+    def prepare(self) -> None:
+        """Makes what a load needs, such as the optimizer's state."""
+        ...
+
     def load(self) -> None:
         """Loads the newest checkpoint, on all ranks."""
         ...
@@ -97,6 +101,9 @@ class OnShoal:
             watcher.start()
             self._watchers.append(watcher)
 
+    def prepare(self) -> None:
+        """Needs nothing: `resume` makes the optimizer's state."""
+
     def load(self) -> None:
         if not self._shoal.resume(self._directory):
             raise RuntimeError(f"there is no checkpoint in {self._directory}")
@@ -142,7 +149,7 @@ class OnDcp:
         sampler: DistributedSampler[Any] = DistributedSampler(dataset)
         loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
         self._batches = (batch for _ in range(training.MANY_EPOCHS) for batch in loader)
-        self._saves: list[Future[Any]] = []
+        self._saves: list[tuple[Future[Any], threading.Event]] = []
 
     def step(self) -> None:
         inputs, labels = next(self._batches)
@@ -151,8 +158,7 @@ class OnDcp:
         self._optimizer.zero_grad()
 
     def save(self, written: Callable[[], None]) -> None:
-        for earlier in self._saves:
-            earlier.result()
+        self._await_saves()
         future = async_save(
             self._state(),
             checkpoint_id=self._directory / f"{len(self._saves):03}",
@@ -161,12 +167,20 @@ class OnDcp:
             async_stager=self._stager,
         )
         assert isinstance(future, Future)  # staging is not asynchronous
-        future.add_done_callback(lambda _: written())
-        self._saves.append(future)
+        noted = threading.Event()
 
-    def load(self) -> None:
+        def note(_: Future[Any]) -> None:
+            written()
+            noted.set()
+
+        future.add_done_callback(note)
+        self._saves.append((future, noted))
+
+    def prepare(self) -> None:
         self.step()  # makes the optimizer's state
         dist.barrier()
+
+    def load(self) -> None:
         state = self._state()
         newest = max(path.parent for path in self._directory.glob("*/.metadata"))
         load_into(state, checkpoint_id=newest)
@@ -178,10 +192,14 @@ class OnDcp:
         )
 
     def close(self) -> None:
-        for each in self._saves:
-            each.result()
+        self._await_saves()
         self._stager.close()
         dist.destroy_process_group()
+
+    def _await_saves(self) -> None:
+        for future, noted in self._saves:
+            future.result()
+            noted.wait(60)  # the future calls back after it has a result
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._net, self._optimizer)
@@ -226,6 +244,7 @@ def train(system: System, *, saves: int, between: int) -> dict[str, Any]:
 
 def load(system: System) -> dict[str, Any]:
     """Loads the checkpoint and returns the seconds that it took."""
+    system.prepare()
     begun = time.perf_counter()
     system.load()
     seconds = time.perf_counter() - begun

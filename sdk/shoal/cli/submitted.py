@@ -68,12 +68,13 @@ def _end_early(*_: object) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the last line printed by the launcher itself (not by a worker); empty if there is
-    none."""
+    """Returns the last line printed by the launcher itself (not by a worker), except for those
+    about the logs' place; empty if there is none."""
+    from shoal.launcher.workers.log_uploads import ABOUT_LOGS  # imports fsspec
+
     lines = log_of(directory).read_text(errors="replace").splitlines()
-    return next(
-        (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""
-    )
+    own = (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: "))
+    return next((line for line in own if not line.startswith(ABOUT_LOGS)), "")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from shoal.integrations.transformers import Trainer, TrainingArguments
 _log = logging.getLogger(__name__)
 
 _TOKENS: Final = "num_tokens"
-_SORTED: Final = ("aot", "aot_unpaired")
-"""Losses of DPO that sort the pairs of a batch."""
+_COUPLED: Final = ("aot", "aot_unpaired", "sft")
+"""Losses of DPO that depend on the batch as a whole: they sort its pairs, or average over all its
+tokens."""
 
 
 class SFTConfig(TrainingArguments, trl.SFTConfig):
@@ -137,7 +138,7 @@ class _Trained(Trainer):
     @override
     def _register_state(self) -> None:
         super()._register_state()
-        current_session().registered.register("trl", self._counted)
+        current_session().registered.register("trl", self._counted, copied=True)
 
     # ------------------------------------------------------------------------------------- training
 
@@ -307,10 +308,10 @@ def _check_preferences(args: Any) -> None:
             "precompute_ref_log_probs=True is not supported by Shoal's DPOTrainer: every worker "
             "would compute all of them, from its own weights; set it to False"
         )
-    found = sorted({*args.loss_type} & {*_SORTED})
+    found = sorted({*args.loss_type} & {*_COUPLED})
     if found and args.gradient_accumulation_steps == 1:
         raise ConfigurationError(
-            f"loss_type={found[0]!r} sorts the pairs of a batch, so it is not supported with "
+            f"loss_type={found[0]!r} depends on the batch as a whole, so it is not supported with "
             "gradient_accumulation_steps=1, because a batch is then divided among the workers; "
             "use smaller batches and accumulate them, as in per_device_train_batch_size=8, "
             "gradient_accumulation_steps=4"

@@ -55,7 +55,7 @@ def test_the_digest_is_that_of_the_images_own_repository(image: str, digests: st
 
 @pytest.mark.parametrize("digests", ["null", "[]", f'["localhost/other@{SHA}"]'])
 def test_an_image_without_a_digest_is_refused(digests: str) -> None:
-    with pytest.raises(pin_images.PinError, match="none of them is of valkey/valkey: pull it"):
+    with pytest.raises(pin_images.PinError, match="none is of valkey/valkey: pull it"):
         pin_images.by_digest("valkey/valkey:9.1.4", digests)
 
 

@@ -4,7 +4,7 @@ changes the result of a run nor delays its end without a limit."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,15 @@ class Storage:
         self.open.set()
         self.error: Exception | None = None
         self.writes: list[tuple[str, int]] = []
+        self.on_write: Callable[[], None] | None = None
         plain = type(self.files).pipe_file
         storage = self
 
         def pipe_file(self: Any, path: str, content: bytes, **kw: Any) -> None:
             assert storage.open.wait(60)
             storage.writes.append((path.removeprefix("bucket/logs/"), len(content)))
+            if storage.on_write is not None:
+                storage.on_write()
             if storage.error is not None:
                 raise storage.error
             plain(self, path, content, **kw)
@@ -119,6 +122,19 @@ def test_only_the_last_part_of_a_file_is_uploaded_again(
     assert max(size for _, size in storage.writes) == 10
 
 
+def test_a_file_that_grows_during_each_request_does_not_keep_others_from_being_uploaded(
+    storage: Storage, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, interval=timedelta(hours=1))
+    other = "job-1/attempt_0/1/stdout.log"
+    storage.on_write = lambda: run.write(b"progress\n")
+    run.write(b"last rank\n", other)
+    run.write(b"progress\n")
+    eventually(lambda: storage.content(other) == b"last rank\n", "the other file")
+    storage.on_write = None
+    run.finish()
+
+
 def test_nothing_is_uploaded_between_intervals(storage: Storage, tmp_path: Path) -> None:
     run = Run(tmp_path, interval=timedelta(hours=1))
     run.write(b"first")
@@ -153,6 +169,7 @@ def test_logs_that_cannot_be_uploaded_remain(
     storage.error = error
     run = Run(tmp_path, patience=patience, interval=LONG)
     run.write(b"line\n")
+    eventually(lambda: bool(run.notes), "the first attempt, after a second")
     said = run.finish()
     assert f"the logs were not all uploaded to {URL}" in said
     assert str(error) in said

@@ -63,7 +63,8 @@ def rewarding(directory: Path) -> Any:
         (supervised, "expected a shoal.integrations.trl.SFTConfig"),
         (preferring(sync_ref_model=True), "sync_ref_model=True is not supported"),
         (preferring(precompute_ref_log_probs=True), "precompute_ref_log_probs=True is not"),
-        (preferring(loss_type=["aot"]), "loss_type='aot' sorts the pairs of a batch"),
+        (preferring(loss_type=["aot"]), "loss_type='aot' depends on the batch as a whole"),
+        (preferring(loss_type=["sigmoid", "sft"]), "loss_type='sft' depends on the batch"),
         (rewarding, "Rewarding inherits from TRL's RewardTrainer"),
     ],
 )

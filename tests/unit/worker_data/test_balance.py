@@ -1,6 +1,7 @@
 """Micro-batches dealt in proportion to the ranks' speeds."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,7 +149,8 @@ class World:
                 own = rank.loader._iterations._delivery._balance
                 costs = agreed_costs(summed, len(self.ranks))
                 if costs is not None:
-                    own._adopt(costs, rank.loader._supply.current, rank.loader.name)
+                    current = rank.loader._supply.current
+                    own._adopt(costs, current, rank.loader.name, own._micro_batches(current))
         self.steps += 1
         summed = None
         if self.round_steps is not None and self.steps % self.round_steps == 0:
@@ -285,3 +287,23 @@ def test_a_division_by_speed_warns_once_of_batch_normalization(
 def test_plain_batches_cannot_be_balanced():
     with pytest.raises(ConfigurationError, match="micro_batch_size"):
         ElasticDataLoader(torch.arange(8), global_batch_size=4, balance=True)
+
+
+def test_a_round_that_ends_with_a_short_step_counts():
+    offers, balances = [], [balance.Balance(micro_batch_size=2, wanted=True) for _ in range(2)]
+    placements = [Placement(generation=1, rank=rank, world_size=2) for rank in range(2)]
+
+    def step(rank, samples):
+        return SimpleNamespace(
+            placement=placements[rank], positions=range(samples), steps_before=389
+        )
+
+    for rank, speed in enumerate((1.0, 0.25)):
+        session = SimpleNamespace(steps_alone=True, speed=speed, offer_numbers=offers.append)
+        assert balances[rank].costs(placements[rank]) is None
+        balances[rank].offer(step(rank, 24), session)
+        balances[rank].offer(step(rank, 4), session)
+    summed = [sum(column) for column in zip(offers[1], offers[3], strict=True)]
+    for rank, own in enumerate(balances):
+        own.round_ended(summed, step(rank, 4), "loader")
+        assert own.costs(placements[rank]) is not None

@@ -4,6 +4,8 @@ error, some samples would count twice and others never."""
 import itertools
 import random
 import re
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,13 +110,14 @@ def test_a_sampler_with_its_own_generator_draws_alike_on_all_ranks_and_anew_in_e
     assert one[0] != one[1]
 
 
-def rows(number: int, *, folder: str = "", error: float = 0.0) -> Any:
+def rows(number: int, *, folder: str = "", error: float = 0.0, text: str = "") -> Any:
     """Returns a Hugging Face dataset."""
     from datasets import Dataset  # takes seconds to import
 
     return Dataset.from_dict(
         {
             "file": [f"{folder}/{each}.txt" for each in range(number)],
+            "text": [text] * number,
             "tokens": [[each, each + 1] for each in range(number)],
             "x": [each / 7 + error for each in range(number)],
         }
@@ -145,6 +148,7 @@ def unequal(kind: str) -> shoal.ElasticDataLoader:
         "another length": lambda: (Subset(Numbers(), range(SAMPLES - shoal.rank())), {}),
         "another seed": lambda: (Numbers(), {"seed": shoal.rank()}),
         "rows split by node": lambda: (split_by_node(rows(2 * SAMPLES)), {}),
+        "rows of other texts": lambda: (rows(SAMPLES, text=f"{shoal.rank()}</s>"), {}),
         "rows in another order": lambda: (rows(SAMPLES).shuffle(seed=shoal.rank()), {}),
     }
     dataset, options = made[kind]()
@@ -159,6 +163,7 @@ DIFFERENCES = {
     "another length": "length of the dataset: rank 0 has 160, rank 1 has 159",
     "another seed": "seed: rank 0 has 0, rank 1 has 1",
     "rows split by node": "the dataset's samples",
+    "rows of other texts": "the dataset's samples",
     "rows in another order": "the dataset's samples",
 }
 
@@ -234,6 +239,17 @@ def test_rows_may_differ_in_folders_and_in_the_last_digits_of_floating_point_num
         )
 
     shoal.launch(rank, world_size=2)
+
+
+@pytest.mark.parametrize("content", [{}, {"Dataset": Dataset}])
+def test_a_module_of_the_project_may_be_called_datasets(
+    content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("datasets")
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.delitem(sys.modules, "datasets.arrow_dataset", raising=False)
+    assert len(shoal.ElasticDataLoader(Numbers(), global_batch_size=16)) == SAMPLES // 16
 
 
 def unequal_evaluation(kind: str) -> Any:

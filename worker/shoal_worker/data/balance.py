@@ -145,6 +145,8 @@ class Balance:
         self._offered = 0
         """Number of entries of `_timed` in the last offer."""
         self._began: tuple[float, float] | None = None
+        self._items = 0
+        """Number of micro-batches in the last step that may be divided; 0: none yet."""
         self._warned = False
         """True if a warning about batch normalization has been logged."""
 
@@ -195,45 +197,53 @@ class Balance:
         self._timed.clear()
         summed = session.sum_numbers(own)
         if summed is not None:
-            self._agree(summed, step, loader)
+            self._agree(summed, step, loader, self._micro_batches(step))
 
     def offer(self, step: DealtToRank, session: LoaderSession) -> None:
         """Offers this rank's times for an exchange at the end of the step's round, if ranks take
         the steps of a round alone. Called in each step, because only the engine knows which step
         ends the round, and before the step's first micro-batch, so that all ranks offer even if
         their scripts leave the loop over micro-batches early."""
-        if session.steps_alone and self._deals(step):
+        if self._deals(step):
+            self._items = self._micro_batches(step)
+        # The step that ends a round may have few samples, as the last one of an epoch.
+        if session.steps_alone and self._balances(step):
             self._offered = len(self._timed)
             session.offer_numbers(self._contribution(step, session))
 
     def round_ended(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
         """Takes the sum of all ranks' offers in a committed step that has ended a round."""
         del self._timed[: self._offered]  # micro-batches of this step have not been offered yet
-        self._agree(summed, step, loader)
+        if self._items:
+            self._agree(summed, step, loader, self._items)
 
     def _contribution(self, step: DealtToRank, session: LoaderSession) -> list[float]:
         own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
         return contribution(own, step.placement.rank, step.placement.world_size)
 
-    def _deals(self, step: DealtToRank) -> bool:
-        """Returns whether a step may be divided by speed: the user has requested it, and the step
-        has enough micro-batches."""
-        return (
-            self._micro_batch_size is not None
-            and self._wanted
-            and step.placement.world_size > 1
-            and step.placement.world_size * self._micro_batch_size < len(step.positions)
-        )
+    def _balances(self, step: DealtToRank) -> bool:
+        """Returns whether the user has requested a division by speed, and there are several
+        ranks."""
+        return self._micro_batch_size is not None and self._wanted and step.placement.world_size > 1
 
-    def _agree(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
+    def _deals(self, step: DealtToRank) -> bool:
+        """Returns whether a step may be divided by speed: `_balances`, and the step has enough
+        micro-batches."""
+        return self._balances(step) and self._micro_batches(step) > step.placement.world_size
+
+    def _micro_batches(self, step: DealtToRank) -> int:
+        """Returns the step's number of micro-batches, over all ranks."""
+        assert self._micro_batch_size is not None
+        return -(-len(step.positions) // self._micro_batch_size)
+
+    def _agree(self, summed: Sequence[float], step: DealtToRank, loader: str, items: int) -> None:
         costs = agreed_costs(summed, step.placement.world_size)
         if costs is not None:
-            self._adopt(costs, step, loader)
+            self._adopt(costs, step, loader, items)
 
-    def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str) -> None:
-        """Adopts the agreed costs if dealing by them would shorten a step noticeably."""
-        assert self._micro_batch_size is not None
-        items = -(-len(step.positions) // self._micro_batch_size)
+    def _adopt(self, costs: tuple[float, ...], step: DealtToRank, loader: str, items: int) -> None:
+        """Adopts the agreed costs if dealing by them would shorten a step of `items` micro-batches
+        noticeably."""
         now = divided(items, self._costs or (1.0,) * len(costs))
         then = divided(items, costs)
         takes_s, would_take_s = (

@@ -263,6 +263,14 @@ class LoaderProgress:
             here["identity"] = self._orders.identity
         for field, value in here.items():
             if state.get(field) != value:
+                if field == "identity":
+                    raise ConfigurationError(
+                        f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
+                        f"{cursor.epoch} of a dataset with other contents "
+                        f"(identity={state.get(field)!r}, but this one has {value!r}), so samples "
+                        "would be lost or seen twice. Use the same dataset, or a state saved "
+                        "between epochs"
+                    )
                 raise ConfigurationError(
                     f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
                     f"{cursor.epoch}, whose order had {field}={state.get(field)!r}, but this "

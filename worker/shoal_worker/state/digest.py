@@ -265,8 +265,9 @@ def _describe(dataset: Any) -> object:
         return "concat", [_describe(part) for part in dataset.datasets]
     if type(dataset) is TensorDataset:
         return "tensors", [_describe_tensor(tensor) for tensor in dataset.tensors]
-    hugging_face = sys.modules.get("datasets")
-    if hugging_face is not None and isinstance(dataset, hugging_face.Dataset):
+    # A project may have a module of its own that is called `datasets`.
+    rows = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+    if isinstance(rows, type) and isinstance(dataset, rows):
         return "rows", len(dataset), _digest_of_rows(dataset)
     return len(dataset)
 
@@ -281,11 +282,14 @@ def _digest_of_indices(indices: Sequence[int]) -> str:
 
 def _digest_of_rows(dataset: Any) -> str:
     """Returns a digest of some rows of a Hugging Face dataset, evenly spaced, as they are stored:
-    no format or transform is applied to them."""
+    no format or transform is applied to them. Returns "" if they cannot be read."""
     if not len(dataset):
         return ""
     numbers = np.linspace(0, len(dataset) - 1, num=min(_STORED_ROWS, len(dataset)), dtype=int)
-    rows = dataset.with_format("arrow")[numbers.tolist()].to_pylist()
+    try:
+        rows = dataset.with_format("arrow")[numbers.tolist()].to_pylist()
+    except Exception:  # such as a date that Python cannot represent
+        return ""
     return xxhash.xxh3_64_hexdigest(repr(_without_floats(rows)).encode())
 
 
@@ -293,7 +297,8 @@ def _without_floats(value: Any) -> object:
     """Returns a stored value without its floating-point numbers, and without the folders of paths,
     which may differ between machines."""
     if isinstance(value, str):
-        return value.rpartition("/")[2]
+        # text may contain slashes too, but paths hardly contain spaces or tags
+        return value if any(each in value for each in " <\n") else value.rpartition("/")[2]
     if isinstance(value, bytes):
         return xxhash.xxh3_64_hexdigest(value)
     if isinstance(value, list):

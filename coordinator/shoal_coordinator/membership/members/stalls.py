@@ -9,7 +9,7 @@ connections to each other abort their group themselves and report the failure (f
 
 Members that lease their batches (async_sgd) may wait for nobody. There, a member that hangs with
 leased batches is named even while the others train on. It is evicted only once they wait for its
-batches, at the end of the epoch.
+batches, at the end of the epoch or at their staleness bound.
 """
 
 from __future__ import annotations
@@ -176,29 +176,33 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
 
 def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place]) -> str:
     """Returns a description of members that hang with leased batches, while no member waits for
-    them; empty if there are none. A member that computes may evaluate or save; it is named only
-    after the time after which a hung member is evicted."""
+    them; empty if there are none. A member that computes may evaluate or save. It is named only
+    if others train on, and only after the time after which a hung member is evicted."""
     if not draft.count_loaders():
         return ""
     now_ms, policy = draft.now.ms, draft.policy
-    quiet = [place for place in silent if place.silent_ms >= policy.explain_after_ms]
-    idle = [
-        place
-        for place in working
-        if not place.pulse.progress.server_wait_s
-        and place.pulse.progress.cpu_s > 0
+    moves = [p for p in working if now_ms - p.pulse.moved_ms < policy.explain_after_ms]
+    quiet = [p for p in silent if p.silent_ms >= policy.explain_after_ms]
+    stuck = [
+        p
+        for p in working
+        if p not in moves
+        and not p.pulse.progress.server_wait_s
+        and p.pulse.progress.cpu_s > 0
         and (
-            now_ms - place.pulse.active_ms >= policy.explain_after_ms
-            or now_ms - place.pulse.moved_ms >= draft.spec.stall_timeout_ms
+            now_ms - p.pulse.active_ms >= policy.explain_after_ms
+            or (moves and now_ms - p.pulse.moved_ms >= draft.spec.stall_timeout_ms)
         )
     ]
-    quiet, idle = (
-        [place for place in places if draft.holds_batches(place.member_id)]
-        for places in (quiet, idle)
+    quiet, stuck = (
+        [p for p in places if draft.holds_batches(p.member_id)] for places in (quiet, stuck)
     )
-    if not quiet and not idle:
+    if not quiet and not stuck:
         return ""
-    return f"generation {draft.number} trains on without {_blamed(draft, idle, quiet, ' and ')}"
+    blamed = _blamed(draft, stuck, quiet, " and ")
+    if moves:
+        return f"generation {draft.number} trains on without {blamed}"
+    return f"no rank of generation {draft.number} makes progress: {blamed}"
 
 
 def _blamed(draft: Draft, working: Sequence[Place], silent: Sequence[Place], joined: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -56,7 +57,7 @@ class RunExit(SystemExit):
 
 
 def tell(text: str) -> None:
-    """Prints a message of the launcher itself. Used before any worker is started."""
+    """Prints a message of the launcher itself. Used while no worker runs."""
     # a message to the user
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -177,10 +178,23 @@ def _log_uploads(settings: RunSettings, note: Note) -> LogUploads | None:
 
 
 def _finish_uploads(uploads: LogUploads, kind: object, error: object, trace: object) -> None:
-    """Uploads the rest of the log files. `error`: exception that ends the run; None if there is
-    none."""
+    """Uploads the rest of the log files. SIGTERM and SIGHUP end the wait, as Ctrl-C does. `error`:
+    exception that ends the run; None if there is none."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def say(text: str) -> None:
+        with suppress(OSError):  # nobody reads standard error any longer
+            tell(text)
+
     stuck = isinstance(error, TerminalStuckError)
-    uploads.finish((lambda text: None) if stuck else tell)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        uploads.finish((lambda text: None) if stuck else say)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:

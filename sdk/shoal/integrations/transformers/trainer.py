@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.formats.tally import MOST_METRICS
 from shoal_worker import api
 from shoal_worker.checkpoint.place import Place
 from shoal_worker.checkpoint.saving import CheckpointSaver
@@ -469,15 +470,25 @@ class Trainer(transformers.Trainer):
             name if name.startswith(prefix) else prefix + name: value
             for name, value in metrics.items()
         }
-        for name, value in named.items():
-            with contextlib.suppress(ConfigurationError):  # too many names, or not a number
-                current_session().progress.report({name: value})
+        self._report(named)
         return EvalLoopOutput(
             predictions=predictions,
             label_ids=label_ids,
             metrics=named,
             num_samples=int(sums.get("samples", 0)),
         )
+
+    def _report(self, metrics: Mapping[str, Any]) -> None:
+        """Reports metrics of an evaluation beside the loss. Some names remain free for the
+        script."""
+        session = current_session()
+        if session.is_joining:  # its model has not been trained yet
+            return
+        for name, value in metrics.items():
+            reported = session.progress.reported
+            if name in reported or len(reported) <= MOST_METRICS // 2:
+                with contextlib.suppress(ConfigurationError):  # not a number, or a long name
+                    session.progress.report({name: value})
 
     def _sums_of_batch(self) -> dict[str, float]:
         """Returns further values of the evaluation batch just computed, to be summed over all

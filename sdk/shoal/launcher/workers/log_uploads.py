@@ -25,6 +25,8 @@ from shoal_worker.object_storage import ObjectFolder
 
 PART: Final = 4 << 20
 """Size of one part of a file, in bytes. A file's last part is uploaded repeatedly."""
+ABOUT_LOGS: Final = ("logs: ", "the logs ", "uploading the logs ")
+"""Beginnings of the messages of `LogUploads.finish`."""
 _INTERVAL: Final = timedelta(minutes=1)
 """Time between two uploads."""
 _FIRST: Final = timedelta(seconds=1)
@@ -120,26 +122,34 @@ class LogUploads:
 
     def _upload_all(self) -> bool:
         """Uploads what has been written since the last call. Returns False if that failed."""
-        try:
-            for file in sorted(self._directory.rglob("*.log")):
+        failure: Exception | None = None
+        for file in sorted(self._directory.rglob("*.log")):
+            try:
                 self._upload(file)
-        except Exception as error:  # of any kind, because it must not end the thread
-            self._failure = error
+            except Exception as error:  # of any kind, because it must not end the thread
+                failure = failure or error
+                if not isinstance(error, OSError):  # an OSError concerns this local file alone
+                    break
+        self._failure = failure
+        if failure is not None:
             self._show(
-                f"the logs cannot be uploaded to {self._url} at present: {error}; they are kept in "
-                f"{self._directory}, and the upload is retried"
+                f"the logs cannot be uploaded to {self._url} at present: {failure}; they are kept "
+                f"in {self._directory}, and the upload is retried"
             )
-            return False
-        self._failure = None
-        return True
+        return failure is None
 
     def _upload(self, file: Path) -> None:
+        """Uploads what a file contains now. What is written to it meanwhile is left for the next
+        call, because a file that grows fast would otherwise keep the others from being uploaded."""
         name = file.relative_to(self._directory).as_posix()
-        while file.stat().st_size > self._sent.get(file, 0):
+        size = file.stat().st_size
+        while self._sent.get(file, 0) < size:
             number = self._sent.get(file, 0) // PART
             with file.open("rb") as opened:
                 opened.seek(number * PART)
                 content = opened.read(PART)
+            if number * PART + len(content) <= self._sent.get(file, 0):
+                return  # the file has been truncated
             self._folder.write(f"{name}.{number + 1}" if number else name, content)
             self._sent[file] = number * PART + len(content)
 

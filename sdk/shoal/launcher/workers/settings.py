@@ -198,6 +198,11 @@ def _resolve(place: str) -> tuple[Path, str | None, timedelta]:
     from shoal_worker.object_storage import ObjectFolder, is_url, local_path
 
     if not is_url(place):
+        scheme = re.match(r"(s3|gs|az):/", place)
+        if scheme is not None:
+            raise ConfigurationError(
+                f"--log-dir {place}: expected two slashes, as in {scheme[1]}://bucket/logs"
+            )
         return local_path(place), None, timedelta(0)
     from shoal_worker.settings import WorkerSettings
 

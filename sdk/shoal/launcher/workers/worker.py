@@ -136,9 +136,11 @@ class WorkerStarter:
         self.warm = WarmWorkers(
             settings.command, self._common_environment(), wanted=settings.warm, note=note
         )
+        # a bucket may keep the logs of all launchers and runs of a job
+        digits = 6 if settings.logs.url is None else 12
         self._log_directory = (
             settings.logs.directory
-            and settings.logs.directory / f"{settings.job_id}-{self.launcher_id[:6]}"
+            and settings.logs.directory / f"{settings.job_id}-{self.launcher_id[:digits]}"
         )
 
     def start(self, index: int, node: NodePlacement, *, restarts: int) -> Worker:

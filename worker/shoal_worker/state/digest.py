@@ -266,8 +266,8 @@ def _describe(dataset: Any) -> object:
     if type(dataset) is TensorDataset:
         return "tensors", [_describe_tensor(tensor) for tensor in dataset.tensors]
     # A project may have a module of its own that is called `datasets`.
-    rows = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
-    if isinstance(rows, type) and isinstance(dataset, rows):
+    rows: Any = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+    if rows is not None and isinstance(dataset, rows):
         return "rows", len(dataset), _digest_of_rows(dataset)
     return len(dataset)
 

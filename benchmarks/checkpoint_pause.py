@@ -174,6 +174,8 @@ def _saved_and_loaded(candidate: Candidate, nbytes: float, saves: int, loads: in
         with Stage() as stage:
             runs = _run(stage, candidate, nbytes, "save", saves=_WARM_UP_SAVES + saves)
             written_s = runs[0]["written_s"]
+            if len(written_s) != _WARM_UP_SAVES + saves:
+                raise MeasurementError(f"only {len(written_s)} checkpoints were completed")
             by_rank = [pauses(run, written_s)[_WARM_UP_SAVES:] for run in runs]
             for each in zip(*by_rank, strict=True):
                 measured.pauses_s.append(max(pause for pause, _ in each))

@@ -34,6 +34,8 @@ from benchmarks.workers.workload import Workload
 SAVERS: Final = ("shoal", "dcp-thread", "dcp-process")
 STRATEGIES: Final = ("ddp", "fsdp")
 _POLL_S: Final = 0.005
+_LONGEST_S: Final = 120.0
+"""Maximum time for a checkpoint to be complete."""
 
 
 class System(Protocol):
@@ -86,10 +88,7 @@ class OnShoal:
         self._uploaded: list[Callable[[], None]] = []
 
     def step(self) -> None:
-        inputs, labels = next(self._batches)
-        training.loss_fn(self._model(inputs), labels).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        _take_step(self._model, self._optimizer, next(self._batches))
 
     def save(self, written: Callable[[], None]) -> None:
         self._shoal.save_checkpoint(self._directory, keep=1)
@@ -152,10 +151,7 @@ class OnDcp:
         self._saves: list[tuple[Future[Any], threading.Event]] = []
 
     def step(self) -> None:
-        inputs, labels = next(self._batches)
-        training.loss_fn(self._model(inputs), labels).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        _take_step(self._model, self._optimizer, next(self._batches))
 
     def save(self, written: Callable[[], None]) -> None:
         self._await_saves()
@@ -206,8 +202,20 @@ class OnDcp:
         return {"model": model, "optimizer": optimizer}
 
 
+def _take_step(model: Any, optimizer: Any, batch: Any) -> None:
+    inputs, labels = batch
+    training.loss_fn(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def _await(path: Path, written: Callable[[], None]) -> None:
+    """Calls `written` once `path` exists. Gives up after `_LONGEST_S`, so the harness finds a
+    missing time."""
+    give_up_at = time.monotonic() + _LONGEST_S
     while not path.exists():
+        if time.monotonic() > give_up_at:
+            return
         time.sleep(_POLL_S)
     written()
 

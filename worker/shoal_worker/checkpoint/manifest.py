@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import safetensors
-import safetensors.torch
 import torch
 import xxhash
 from safetensors import SafetensorError
 from shoal_common.errors import CorruptDataError, UnavailableError
 
+from shoal_worker.checkpoint.tensor_writer import write_tensor_file
 from shoal_worker.state.serial import stored
 
 # ---------------------------------------------------------------------------------- one tensor file
@@ -50,17 +49,10 @@ def write_tensors(
     file's entry for the manifest: {"bytes", "xxh3_64"}.
 
     Raises:
-        OSError, SafetensorError: the disk is full or failing.
+        OSError: the disk is full or failing.
     """
-    file.touch()
-    # with the permissions of the umask; safetensors would create a file that only its owner may
-    # read
-    mode = file.stat().st_mode
-    safetensors.torch.save_file(
-        {name: stored(tensor) for name, tensor in tensors.items()}, file, metadata
-    )
-    file.chmod(stat.S_IMODE(mode))
-    return describe_file(file)
+    plain = {name: stored(tensor) for name, tensor in tensors.items()}
+    return write_tensor_file(file, plain, metadata)
 
 
 def describe_file(file: Path) -> dict[str, Any]:
@@ -130,7 +122,7 @@ def disk_errors(target: Path) -> Iterator[None]:
     """Converts disk errors within the context to UnavailableError (CHECKPOINT_NOT_WRITTEN)."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # the library has its own error for a full disk
+    except OSError as error:
         failure = UnavailableError(
             f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
         )

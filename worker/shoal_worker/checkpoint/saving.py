@@ -63,6 +63,8 @@ from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.state.tree import Snapshot, StatePart, flatten
 
 if TYPE_CHECKING:
+    import torch
+
     from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.session.session import Session
 
@@ -95,6 +97,8 @@ class CheckpointSaver:
         self._completed: tuple[Path, int] | None = None
         """Path and step of the newest save, if this rank completes it; otherwise None."""
         self.frozen_values = FrozenValues()
+        self._memory: dict[str, torch.Tensor] = {}
+        """Tensors of the newest copy, whose memory the next one uses again."""
         self._uploads: Uploads | None = None
         """Uploads to the URL of the newest save, if this process has completed a checkpoint for
         that URL."""
@@ -142,7 +146,9 @@ class CheckpointSaver:
             _check_alike(channel, "save_checkpoint", place.named, f"best={best!r}, mode={mode!r}")
             self._check_storage(session, place, channel)
             self.settle_together(channel)  # so that there is never more than one copy in memory
-            copy.take(channel)
+            if self._writer.busy:  # the wait was given up
+                self._memory = {}
+            copy.take(channel, self._memory)
 
         try:
             session.operation("save_checkpoint", take, answers=False)
@@ -186,6 +192,7 @@ class CheckpointSaver:
         )
         given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
+            self._memory = shards.host_tensors
 
             def gone(shard: int) -> bool:
                 return given_up.is_set() or copy.is_gone(shard)
@@ -208,7 +215,10 @@ class CheckpointSaver:
             self._submit(session, complete if copy.first else write_aside, what=what)
         elif copy.whole is not None and session.is_first:
             once = copy.decide_frozen()
-            snapshot = Snapshot.take(copy.whole, without=once.tensors.keys() - once.written)
+            snapshot = Snapshot.take(
+                copy.whole, without=once.tensors.keys() - once.written, memory=self._memory
+            )
+            self._memory = snapshot.host_tensors
             rows = copy.rows()
 
             def write() -> bool:
@@ -457,14 +467,15 @@ class _Copy:
     """The manifest's entry for the rows of sparse tables if their files are in `temporary`;
     otherwise None."""
 
-    def take(self, channel: Channel) -> None:
+    def take(self, channel: Channel, memory: dict[str, torch.Tensor]) -> None:
         """Performs one rank's part of the operation: copies the state. `drop` must have discarded
-        any earlier attempt."""
+        any earlier attempt. `memory`: tensors of an earlier copy; shards use their memory
+        again."""
         part, unfit = self.session.part(channel) if self.sharded is not False else None, ""
         if part is not None and self._make_room(channel):
             if channel.rank == 0:
                 unfit = self.session.unfit(part.state["replica"])
-            self._take_part(part, channel)
+            self._take_part(part, channel, memory)
         else:
             # before the state: this waits until the servers have all pushes of the last step, so
             # the pending pushes in the state no longer matter
@@ -547,7 +558,9 @@ class _Copy:
         thread."""
         return self.session.is_gone(self._writers[shard])
 
-    def _take_part(self, part: StatePart, channel: Channel) -> None:
+    def _take_part(
+        self, part: StatePart, channel: Channel, memory: dict[str, torch.Tensor]
+    ) -> None:
         part = StatePart(
             state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards
         )
@@ -563,7 +576,7 @@ class _Copy:
         if found := describe_sums(part, names, [each["frozen"] for each in everyones]):
             decided = self._decided(found) if channel.rank == 0 else NOTHING
             frozen = Frozen.received(channel.exchange(decided.sent())[0])
-        self.shards = Shards.take(part, frozen)
+        self.shards = Shards.take(part, frozen, memory=memory)
 
     def _refused(self) -> str:
         """Returns why nothing may be written to this directory; empty if writing is allowed."""

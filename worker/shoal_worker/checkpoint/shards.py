@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 from shoal_common.failpoints import failpoint
 
@@ -84,16 +83,24 @@ class Shards:
     """The frozen parameters, which are not part of the shards."""
 
     @classmethod
-    def take(cls, part: StatePart, frozen: Frozen = NOTHING) -> Shards:
+    def take(
+        cls,
+        part: StatePart,
+        frozen: Frozen = NOTHING,
+        *,
+        memory: dict[str, torch.Tensor] | None = None,
+    ) -> Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
         returns, even if copies from a device are still in progress. `frozen`: the frozen parameters
-        of the state.
+        of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. Tensors are
+        removed from it, and their memory is used again.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(part.state, outlines=True)
         copies = HostCopies()
+        memory = {} if memory is None else memory
         needed = {
             name: tensor
             for name, tensor in tensors.items()
@@ -101,7 +108,7 @@ class Shards:
         }
         mine = {
             number: {
-                name: (begin, copies.of(values).reshape(-1))
+                name: (begin, copies.of(values.reshape(-1), memory.pop(_key(number, name), None)))
                 for name, (begin, values) in _pieces(needed, part, number).items()
             }
             for number in part.shards
@@ -119,6 +126,15 @@ class Shards:
             frozen=frozen,
         )
 
+    @property
+    def host_tensors(self) -> dict[str, torch.Tensor]:
+        """The copies, by number and name."""
+        return {
+            _key(number, name): values
+            for number, pieces in self.mine.items()
+            for name, (_, values) in pieces.items()
+        }
+
     def described(self) -> dict[str, dict[str, Any]]:
         """Returns the dtype and shape of every tensor that is not frozen, for the manifest."""
         return {
@@ -131,7 +147,7 @@ class Shards:
         """Writes this rank's shards, and a note about each of them.
 
         Raises:
-            OSError, SafetensorError: the disk is full or failing.
+            OSError: the disk is full or failing.
             RuntimeError: copying from a device has failed.
         """
         self.copies.arrive()
@@ -176,7 +192,7 @@ class Shards:
                     _TIMEOUT,
                     unsaid,
                 )
-            if isinstance(error, (OSError, SafetensorError)):
+            if isinstance(error, OSError):
                 failure = _not_written(temporary, f"writing this rank's part failed: {error}")
                 failure.failed_at = failed_at  # before the first rank could read the note
                 raise failure from error
@@ -282,6 +298,10 @@ class Shards:
         return note
 
 
+def _key(number: int, name: str) -> str:
+    return f"{number}/{name}"
+
+
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Returns the full tensors of a sharded checkpoint, by name. `content`: the manifest, or its
     entry for frozen parameters; both have the keys "tensors" and "files".
@@ -356,7 +376,7 @@ def own_sums(part: StatePart, names: Collection[str]) -> dict[str, int]:
 
 def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
     """Writes contiguous ranges of flattened tensors to a file, and returns the file's manifest
-    entry. Raises OSError or SafetensorError."""
+    entry. Raises OSError."""
     tensors = {name: stored(values) for name, (_, values) in pieces.items()}
     spans = {
         name: (begin * _width(values.dtype), tensors[name].numel())

@@ -144,11 +144,17 @@ class HostCopies:
         self._lock = threading.Lock()
 
     @torch.no_grad()
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Returns a contiguous host tensor that will receive the current values of `tensor`. Must
-        be called on the training thread."""
+        be called on the training thread. `memory`: result of an earlier call that is no longer
+        needed. It is returned again if it fits, because new memory costs several times as much as
+        the copy: the kernel has to find and clear its pages."""
         plain = tensor.detach().resolve_conj().resolve_neg()
-        copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+        if memory is not None and (memory.shape, memory.dtype) == (plain.shape, plain.dtype):
+            copy = memory
+        else:
+            del memory
+            copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         lane = self._lane(plain.device)
         if lane is None or not plain.numel():
             return copy.copy_(plain)

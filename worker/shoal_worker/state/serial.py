@@ -24,15 +24,26 @@ _KEY = "shoal"
 _FORMAT = 1
 _AS_BYTES = "as_bytes"
 """Metadata key for the dtypes and shapes of tensors that are stored as bytes."""
-STORED_DTYPES: Final = frozenset(
-    getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("complex64", "bool"),
-    )
-)
-"""Dtypes that every reader of safetensors supports. Tensors of other dtypes are stored as bytes."""
+STORED_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.complex64: "C64",
+    torch.bool: "BOOL",
+}
+"""Dtypes that every reader of safetensors supports, and their names in the format. Tensors of other
+dtypes are stored as bytes."""
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:

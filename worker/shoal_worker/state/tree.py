@@ -484,17 +484,28 @@ class Snapshot:
         self._copies = copies
 
     @classmethod
-    def take(cls, state: object, *, without: Collection[str] = ()) -> Snapshot:
+    def take(
+        cls,
+        state: object,
+        *,
+        without: Collection[str] = (),
+        memory: dict[str, torch.Tensor] | None = None,
+    ) -> Snapshot:
         """Copies `state`, which may be modified as soon as this method returns, even if copies from
-        a device are still in progress. `without`: names of tensors that are not copied.
+        a device are still in progress. `without`: names of tensors that are not copied. `memory`:
+        `host_tensors` of an earlier snapshot that is no longer needed. Tensors are removed from it,
+        and their memory is used again.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(state)
         copies = HostCopies()
+        memory = {} if memory is None else memory
         copied = {
-            name: copies.of(tensor) for name, tensor in tensors.items() if name not in without
+            name: copies.of(tensor, memory.pop(name, None))
+            for name, tensor in tensors.items()
+            if name not in without
         }
         copies.begun()
         return cls(structure, copied, copies)
@@ -509,6 +520,11 @@ class Snapshot:
         """
         self._copies.arrive()
         return self._tensors
+
+    @property
+    def host_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name. They have their values once `tensors` has returned."""
+        return dict(self._tensors)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,109 @@
+"""Writes a safetensors file block by block, directly from the tensors' memory.
+
+The library's own writer leaves the complete file in the page cache. Finding memory for the pages of
+a large state takes most of the CPU time of a save, on cores that train. Here, each range of the
+file is flushed to the disk and then dropped from the page cache, so the kernel uses the same few
+pages again. The file's digest is computed on the way, without reading the file.
+
+Format: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from shoal_worker.state.device_reader import bytes_in
+from shoal_worker.state.serial import STORED_DTYPES
+
+_BLOCK: Final = 1 << 20
+_DROPPED_EVERY: Final = 32 << 20
+"""Bytes after which the file is flushed to the disk and dropped from the page cache."""
+_ALIGNMENT: Final = 8
+"""Alignment of the first tensor in a file, in bytes."""
+
+
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Writes or replaces a safetensors file and waits until it is on the disk. Returns its size and
+    digest: {"bytes", "xxh3_64"}.
+
+    Args:
+        tensors: contiguous CPU tensors with dtypes in `STORED_DTYPES`.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    # In descending order of their elements' sizes, all tensors are aligned.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    with _Output(path) as output:
+        output.write(_header({name: tensors[name] for name in ordered}, metadata))
+        for name in ordered:
+            if tensors[name].numel():
+                output.write(memoryview(bytes_in(tensors[name]).numpy()))
+        return output.finish()
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> memoryview:
+    content: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        content[name] = {
+            "dtype": STORED_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+class _Output:
+    """A file that is written once, from beginning to end. Every method raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        self._digest = xxhash.xxh3_64()
+        self._written = 0
+        self._dropped = 0
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: memoryview) -> None:
+        """Appends `data`."""
+        for begin in range(0, len(data), _BLOCK):
+            block = data[begin : begin + _BLOCK]
+            self._digest.update(block)
+            while block:
+                count = os.write(self._descriptor, block)
+                block = block[count:]
+                self._written += count
+            if self._written - self._dropped >= _DROPPED_EVERY:
+                self._drop()
+
+    def finish(self) -> dict[str, Any]:
+        """Waits until the file is on the disk. Returns its size and digest."""
+        os.fsync(self._descriptor)
+        self._drop()
+        return {"bytes": self._written, "xxh3_64": self._digest.hexdigest()}
+
+    def _drop(self) -> None:
+        os.fdatasync(self._descriptor)
+        length = self._written - self._dropped
+        os.posix_fadvise(self._descriptor, self._dropped, length, os.POSIX_FADV_DONTNEED)
+        self._dropped = self._written

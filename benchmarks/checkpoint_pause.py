@@ -108,6 +108,7 @@ def measure(options: Options) -> Table:
     nbytes = 1e6 * megabytes
     measured = [(each, _saved_and_loaded(each, nbytes, saves, loads)) for each in CANDIDATES]
     writes_s, reads_s = _raw_disk(nbytes)
+    copies_s = _memory_copies(nbytes)
     rows = [
         *(_row(candidate, each, nbytes) for candidate, each in measured),
         Row(
@@ -118,6 +119,12 @@ def measure(options: Options) -> Table:
                 "load GB/s": _rate(nbytes, reads_s),
             },
             samples={"written_s": writes_s, "load_s": reads_s},
+        ),
+        Row(
+            name="a copy in memory",
+            command="copies all bytes once, with one thread, into memory that is in use",
+            cells={"pause s": f"{statistics.median(copies_s):.3f}"},
+            samples={"copies_s": copies_s},
         ),
         *_uploads(nbytes / 4),
     ]
@@ -182,6 +189,7 @@ def _saved_and_loaded(candidate: Candidate, nbytes: float, saves: int, loads: in
                 measured.lost_s.append(max(lost for _, lost in each))
             measured.step_s = [run["step_s"] for run in runs]
             measured.written_s = written_s[_WARM_UP_SAVES:]
+            _read_files(stage.directory / "checkpoints")
             for turn in range(loads):
                 runs = _run(stage, candidate, nbytes, f"load-{turn}", saves=0)
                 measured.loads_s.append(max(run["load_s"] for run in runs))
@@ -257,6 +265,28 @@ def _row(candidate: Candidate, measured: Measured, nbytes: float) -> Row:
 
 def _rate(nbytes: float, seconds: Sequence[float]) -> str:
     return f"{nbytes / statistics.median(seconds) / 1e9:.2f}"
+
+
+def _read_files(directory: Path) -> None:
+    """Brings the files into the page cache. Shoal drops what it has written, DCP does not."""
+    buffer = bytearray(_CHUNK)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+def _memory_copies(nbytes: float) -> list[float]:
+    """Returns the seconds of each copy of so many bytes: the shortest pause of a system that
+    copies the state before it continues."""
+    source, target = bytearray(round(nbytes)), bytearray(round(nbytes))
+    found = []
+    for _ in range(_SAVES):
+        begun = time.perf_counter()
+        memoryview(target)[:] = source
+        found.append(time.perf_counter() - begun)
+    return found
 
 
 def _raw_disk(nbytes: float) -> tuple[list[float], list[float]]:

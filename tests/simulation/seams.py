@@ -57,6 +57,7 @@ def installed() -> Iterator[None]:
             (backoff, "_CHANCE", _Random),
             (link, "threading", SimulatedThreading),
             (writer, "threading", _WriterThreading),
+            (writer, "_NICENESS", 0),  # all simulated threads have to run
             (writer, "ThreadPoolExecutor", InlineExecutor),
             (membership, "RedisStore", SimulatedStore),
             (membership, "backend_class", lambda _: lambda: SimulatedBackend(own_process())),

@@ -1,5 +1,6 @@
 """Checkpoints are written in the background, one at a time, and no error is lost."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -33,6 +34,19 @@ def test_a_job_runs_beside_the_caller(writer):
     writer.wait(SOON)
     assert done == ["writing step-1"]
     assert not writer.busy
+
+
+def test_a_job_has_a_lower_priority_than_training(writer):
+    found = []
+
+    def job():
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer.submit(job, what="writing step-1", timeout=SOON)
+    writer.wait(SOON)
+    assert found[0] > before
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_jobs_never_overlap_and_keep_their_order(writer):

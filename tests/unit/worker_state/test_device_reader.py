@@ -51,6 +51,26 @@ def state() -> dict[str, torch.Tensor]:
 # --- copies
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_snapshot_uses_the_memory_of_an_earlier_one(
+    on_device: bool, request: pytest.FixtureRequest
+) -> None:
+    if on_device:
+        request.getfixturevalue("lane")
+    live = state()
+    earlier = Snapshot.take(live)
+    memory = {name: tensor.data_ptr() for name, tensor in earlier.tensors.items()}
+    live["weights"] += 1
+    live["half"] = torch.ones(8, dtype=torch.bfloat16)  # a different shape
+    live["count"] = torch.tensor(4.0)  # a different dtype
+    later = Snapshot.take(live, memory=earlier.host_tensors)
+    assert state_digest(later.state()) == state_digest(live)
+    assert {name for name, at in memory.items() if later.tensors[name].data_ptr() != at} == {
+        "half",
+        "count",
+    }
+
+
 def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_later(
     lane: LateLane,
 ) -> None:

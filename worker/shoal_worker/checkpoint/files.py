@@ -533,7 +533,7 @@ def _read_parts(path: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str,
     originals = {stand_in: name for name, stand_in in _RESERVED.items()}
     tensors: dict[str, torch.Tensor] = {}
     for part, about in files.items():
-        stored, _ = read_tensors(path, part, about)
+        stored = read_tensors(path, part, about)
         for name, described in about["as_bytes"].items():
             stored[name] = (
                 stored[name].view(getattr(torch, described["dtype"])).reshape(described["shape"])

@@ -97,24 +97,28 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
     return file
 
 
-def read_tensors(
-    path: Path, name: str, about: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors and the metadata of `path/name.safetensors` if the file matches `about`,
-    the result of `write_tensors`.
+@contextlib.contextmanager
+def opened(path: Path, name: str, about: Mapping[str, Any]) -> Iterator[Any]:
+    """Opens `path/name.safetensors` if the file matches `about`, the result of `write_tensors`, and
+    yields the library's `safe_open`. Its tensors are invalid afterwards, because the library maps
+    the file into memory.
 
     Raises:
         CorruptDataError: the file does not match or cannot be read.
     """
     file = verify_file(path, name, about)
     try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            # Copied, because the library maps the file into memory, and the tensors must outlive
-            # the mapping. `opened` is not a Mapping: it has only keys().
-            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
-            return tensors, opened.metadata() or {}
+        with safetensors.safe_open(file, framework="pt") as found:
+            yield found
     except (OSError, SafetensorError, ValueError) as error:
         raise damaged(path, f"{file.name} cannot be read: {error}") from error
+
+
+def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of `path/name.safetensors`, which own their memory. Raises the same
+    errors as `opened`."""
+    with opened(path, name, about) as file:  # not a Mapping: it has only keys()
+        return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from shoal_worker.checkpoint.manifest import (
     SUFFIX,
     damaged,
     file_of,
-    read_tensors,
+    opened,
     write_tensors,
 )
 from shoal_worker.state.device_reader import HostCopies
@@ -336,13 +336,15 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
         for name, size in sizes.items()
     }
     for file, about in content["files"].items():
-        runs, _ = read_tensors(path, file, about)
-        for name, (begin, length) in about["spans"].items():
-            if name not in runs or runs[name].numel() != length:
-                raise damaged(
-                    path, f"{file} does not contain {name!r} as the manifest describes it"
-                )
-            flat[name][begin : begin + length] = runs[name].reshape(-1)
+        with opened(path, file, about) as content_of:
+            names = set(content_of.keys())
+            for name, (begin, length) in about["spans"].items():
+                run = content_of.get_tensor(name) if name in names else None
+                if run is None or run.numel() != length:
+                    raise damaged(
+                        path, f"{file} does not contain {name!r} as the manifest describes it"
+                    )
+                flat[name][begin : begin + length] = run.reshape(-1)
     return {
         name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()
     }

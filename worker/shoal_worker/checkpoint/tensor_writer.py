@@ -46,14 +46,11 @@ def write_tensor_file(
     with _Output(path) as output:
         output.write(_header({name: tensors[name] for name in ordered}, metadata))
         for name in ordered:
-            if tensors[name].numel():
-                output.write(memoryview(bytes_in(tensors[name]).numpy()))
+            output.write(bytes_in(tensors[name]).numpy().data)
         return output.finish()
 
 
-def _header(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> memoryview:
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> memoryview:
     content: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():

@@ -7,8 +7,10 @@ The thread is not a daemon, so a process that exits normally first finishes the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------- the writer
 
 _log = logging.getLogger(__name__)
+
+_NICENESS: Final = 10
+"""How much lower the priority of the writing thread is than that of training. If all cores are
+busy, training continues at nearly full speed, and writing takes longer."""
 
 
 class CheckpointWriter:
@@ -108,6 +114,8 @@ class CheckpointWriter:
         self.wait(timeout)
 
     def _run(self, job: Callable[[], object], what: str) -> None:
+        with contextlib.suppress(OSError):  # a sandbox may not allow it
+            os.nice(_NICENESS)  # on Linux, of this thread only
         try:
             job()
         except Exception as error:

@@ -12,11 +12,13 @@ more rank dies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
 import torch
+from typing_extensions import override
 
 from shoal_worker.engine.state.holders import Claim, ShardHolders, newest_complete
 from shoal_worker.engine.state.optimizer_state import is_element
@@ -69,6 +71,22 @@ class ShardedOptimizerState:
             if is_cut(value, key, unit, piece.shape):
                 flat[cut.offset : cut.offset + cut.length] = value.reshape(-1)
         return flat
+
+    def ranges(
+        self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Returns an element state of an entire shard without copying it: for each piece, the index
+        of its first element in the concatenated parameters, and its elements, flat."""
+        begins = [0, *itertools.accumulate(unit.layout.numels)]
+        ranges = []
+        for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
+            if not cut.length:
+                continue
+            value = self._of(piece).get(key)
+            if not is_cut(value, key, unit, piece.shape):
+                value = torch.zeros(cut.length, dtype=dtype, device=unit.placement.device)
+            ranges.append((begins[cut.parameter] + cut.start, value.reshape(-1)))
+        return ranges
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
         """Returns, for each parameter, its scalars and `ELEMENTS`; {} for a parameter without state
@@ -253,7 +271,7 @@ class RankShards:
     """This rank's shards of one sharding, by unit, position and vector."""
 
     cut: Cut
-    vectors: list[dict[int, dict[str, torch.Tensor]]]
+    vectors: list[dict[int, Mapping[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
     """Scalars of the optimizer state, by unit, position and parameter, if tensors are not split;
     otherwise None, because every rank has the scalars of all parameters."""
@@ -302,7 +320,7 @@ def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
     )
     if len(own) < 2:
         return own[0] if own else None
-    merged: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
+    merged: list[dict[int, Mapping[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in own[0].vectors]
     for each in own:
         for unit, by_position in enumerate(each.vectors):
@@ -323,7 +341,7 @@ def merge_copies(
     """Merges a rank's earlier copies of shards of the sharding `newest` with newly received copies.
     `arrived`: for each unit, the received copies by position. `scalars`: scalars of all parameters,
     if tensors are not split; otherwise None."""
-    vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
+    vectors: list[dict[int, Mapping[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == newest.cut:
             for unit, own in enumerate(each.vectors):
@@ -351,20 +369,53 @@ VALUES = ""
 element states."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveVectors(Mapping[str, torch.Tensor]):
+    """The vectors of one of this rank's shards. They show its current state: an element state is
+    copied only when it is read as a vector."""
+
+    unit: Unit
+    holding: Holding
+    state: ShardedOptimizerState
+    dtypes: Mapping[str, torch.dtype]
+    """Dtypes of the element states, by name."""
+
+    @override
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == VALUES:
+            return self.holding.shard
+        return self.state.shard(self.unit, self.holding, name, self.dtypes[name])
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter((VALUES, *self.dtypes))
+
+    @override
+    def __len__(self) -> int:
+        return 1 + len(self.dtypes)
+
+    def ranges(self, name: str) -> list[tuple[int, torch.Tensor]]:
+        """Returns `ShardedOptimizerState.ranges` of an element state."""
+        return self.state.ranges(self.unit, self.holding, name, self.dtypes[name])
+
+
 def hold(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
     cut: Cut,
     keys: Sequence[Mapping[str, torch.dtype]],
+    *,
+    live: bool = False,
 ) -> RankShards:
-    """Returns this rank's current shards, whose values share memory with the units."""
-    vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
+    """Returns this rank's current shards. The parameters' values share memory with the units.
+    Element states are copies, or, if `live`, are read later, as `LiveVectors`."""
+    vectors: list[dict[int, Mapping[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
         for holding in unit.holdings:
             if holding.position is not None:
-                flat = {key: state.shard(unit, holding, key, dtype) for key, dtype in own.items()}
-                vectors[number][holding.position] = {VALUES: holding.shard, **flat}
+                found = LiveVectors(unit=unit, holding=holding, state=state, dtypes=own)
+                vectors[number][holding.position] = found if live else dict(found)
                 scalars[number][holding.position] = state.scalars_of(unit, holding)
     return RankShards(
         cut=cut,

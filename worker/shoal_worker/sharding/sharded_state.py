@@ -273,21 +273,25 @@ class ShardedState(PartitionedState):
                 }
         return common
 
-    def _held(self, *, values_alone: bool = False) -> list[RankShards]:
+    def _held(self, *, values_alone: bool = False, live: bool = False) -> list[RankShards]:
         """Returns this rank's shards of the current and the previous sharding, and its copies of
-        other ranks' shards."""
+        other ranks' shards. `live`: see `hold`."""
         self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
-        held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
+        held = (
+            [hold(self.units, self._state, self.cut, keys, live=live)]
+            if self.cut is not None
+            else []
+        )
         return held + ([self._before] if self._before is not None else []) + self._copies
 
     def _agreed(
-        self, channel: Channel
+        self, channel: Channel, *, live: bool = False
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
         """Returns this rank's shards, and the scalars and element keys of the complete state, which
         the owners send if tensors are not split. Must be called on all ranks, within an operation.
-        Raises the same errors as `reshard`."""
-        held = self._held()
+        Raises the same errors as `reshard`. `live`: see `hold`."""
+        held = self._held(live=live)
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
             return held, *gather_from_owners(self.units, sends, mine, channel)
@@ -350,7 +354,7 @@ class ShardedState(PartitionedState):
         `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
-        held, scalars, keys = self._agreed(channel)
+        held, scalars, keys = self._agreed(channel, live=True)
         outlines = [
             {
                 name: torch.empty(unit.layout.numel, dtype=dtype, device="meta")
@@ -409,7 +413,7 @@ class ShardedState(PartitionedState):
             return ModuleState(self.module).captured()
         return self._named(self._unsharded_values(channel))
 
-    def _unsharded_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
+    def _unsharded_values(self, channel: Channel) -> Sequence[Mapping[str, torch.Tensor]]:
         assert self.cut is not None
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
             raise PreconditionError(

@@ -24,6 +24,7 @@ from shoal_worker.sharding.resharding import (
     ELEMENTS,
     MOST_COPIES,
     VALUES,
+    LiveVectors,
     RankShards,
     ShardedOptimizerState,
     held_of,
@@ -32,6 +33,7 @@ from shoal_worker.sharding.resharding import (
     rows_of,
     vector_of,
 )
+from shoal_worker.sharding.layout import UnitLayout
 from shoal_worker.sharding.unit import Unit
 from shoal_worker.state.tree import Run
 
@@ -109,7 +111,7 @@ def assemble(
     held: Sequence[RankShards],
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
-) -> list[dict[str, torch.Tensor]]:
+) -> Sequence[Mapping[str, torch.Tensor]]:
     """Assembles the complete vectors of each unit: flat, without padding, and by name. They may
     share memory with the shards.
 
@@ -123,7 +125,7 @@ def assemble(
     world_size = len(sends)
     if world_size == 1 and mine is not None and everywhere:
         return [vectors[0] for vectors in mine.vectors]
-    wholes = []
+    wholes: list[dict[str, torch.Tensor]] = []
     for index, unit in enumerate(units):
         whole: dict[str, torch.Tensor] = {}
         layout = unit.layout.over(world_size)
@@ -171,18 +173,41 @@ def own_runs(
     for position in (p for p, rank in sends.items() if rank == channel.rank):
         assert mine is not None
         shards[position] = [
-            Run(
-                vector=outline,
-                begin=segment.start,
-                values=vectors[position][name][segment.offset : segment.offset + segment.length],
-            )
+            run
             for unit, vectors, own in zip(units, mine.vectors, outlines, strict=True)
             for name, outline in own.items()
-            if name in vectors[position] or not unit.layout.whole_tensors
-            for segment in unit.layout.over(len(sends)).segments
-            if segment.position == position
+            for run in _runs(
+                unit.layout.over(len(sends)), position, vectors[position], name, outline
+            )
         ]
     return len(sends), shards
+
+
+def _runs(
+    layout: UnitLayout,
+    position: int,
+    vectors: Mapping[str, torch.Tensor],
+    name: str,
+    outline: torch.Tensor,
+) -> list[Run]:
+    """Returns the ranges of one vector that belong to the shard at `position`. `outline`: the
+    vector on the meta device."""
+    if name not in vectors and layout.whole_tensors:
+        return []  # no tensor in this shard has this element state
+    if isinstance(vectors, LiveVectors) and name != VALUES:
+        return [
+            Run(vector=outline, begin=begin, values=values)
+            for begin, values in vectors.ranges(name)
+        ]
+    return [
+        Run(
+            vector=outline,
+            begin=segment.start,
+            values=vectors[name][segment.offset : segment.offset + segment.length],
+        )
+        for segment in layout.segments
+        if segment.position == position
+    ]
 
 
 def copy_singles(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import threading
 import time
@@ -70,8 +71,9 @@ class OnShoal:
 
     def __init__(self, workload: Workload, strategy: str, directory: str) -> None:
         import shoal  # DCP's workers do without
+        from shoal_worker.checkpoint.uploads import is_uploaded
 
-        self._shoal = shoal
+        self._shoal, self._is_uploaded = shoal, is_uploaded
         shoal.init()
         self.rank = shoal.rank()
         self._directory = directory
@@ -85,20 +87,25 @@ class OnShoal:
         self._loader = loader
         self._batches = (batch for _ in loader.epochs(training.MANY_EPOCHS) for batch in loader)
         self._watchers: list[threading.Thread] = []
-        self._uploaded: list[Callable[[], None]] = []
 
     def step(self) -> None:
         _take_step(self._model, self._optimizer, next(self._batches))
 
     def save(self, written: Callable[[], None]) -> None:
         self._shoal.save_checkpoint(self._directory, keep=1)
-        if "://" in self._directory:
-            self._uploaded.append(written)
-        elif self.rank == 0:
-            complete = Path(self._directory) / f"step-{self._loader.global_step}"
-            watcher = threading.Thread(target=_await, args=(complete, written), daemon=True)
-            watcher.start()
-            self._watchers.append(watcher)
+        if self.rank != 0:
+            return
+        name = f"step-{self._loader.global_step}"
+
+        def is_complete() -> bool:
+            if "://" not in self._directory:
+                return (Path(self._directory) / name).exists()
+            staging = Path(os.environ["SHOAL_STAGING_DIR"])
+            return any(self._is_uploaded(each) for each in staging.rglob(name))
+
+        watcher = threading.Thread(target=_await, args=(is_complete, written), daemon=True)
+        watcher.start()
+        self._watchers.append(watcher)
 
     def prepare(self) -> None:
         """Needs nothing: `resume` makes the optimizer's state."""
@@ -111,8 +118,6 @@ class OnShoal:
         for watcher in self._watchers:
             watcher.join()
         self._shoal.shutdown()
-        for written in self._uploaded:
-            written()
 
 
 class OnDcp:
@@ -209,19 +214,19 @@ def _take_step(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.zero_grad()
 
 
-def _await(path: Path, written: Callable[[], None]) -> None:
-    """Calls `written` once `path` exists. Gives up after `_LONGEST_S`, so the harness finds a
-    missing time."""
+def _await(is_complete: Callable[[], bool], written: Callable[[], None]) -> None:
+    """Calls `written` once a checkpoint is complete. Gives up after `_LONGEST_S`, so the harness
+    finds a missing time."""
     give_up_at = time.monotonic() + _LONGEST_S
-    while not path.exists():
+    while not is_complete():
         if time.monotonic() > give_up_at:
             return
         time.sleep(_POLL_S)
     written()
 
 
-def train(system: System, *, saves: int, between: int) -> dict[str, Any]:
-    """Takes `between` steps before each save and after the last one. Returns the seconds of each
+def train(system: System, *, saves: int, between: int, after: int) -> dict[str, Any]:
+    """Takes `between` steps before each save, and `after` steps after the last one. Returns the seconds of each
     step, the indices of the steps that end with a save, and when each of these checkpoints was
     complete, in seconds since its save began."""
     steps_s: list[float] = []
@@ -233,7 +238,7 @@ def train(system: System, *, saves: int, between: int) -> dict[str, Any]:
         saved_at.append(len(steps_s))
         system.save(lambda: written_s.append(time.perf_counter() - begun))
 
-    for number in range(between * (saves + 1)):
+    for number in range(between * saves + after):
         begun = time.perf_counter()
         system.step()
         if number % between == between - 1 and len(saved_at) < saves:
@@ -268,7 +273,7 @@ def main() -> None:
     flags.add_argument("--checkpoints", required=True, help="directory or URL")
     flags.add_argument("--results", type=Path, required=True, help="directory")
     flags.add_argument("--load", action="store_true", help="load the newest checkpoint, and end")
-    for name in ("ranks", "width", "batch", "saves", "between"):
+    for name in ("ranks", "width", "batch", "saves", "between", "after"):
         flags.add_argument(f"--{name}", type=int, required=True)
     options = flags.parse_args()
     workload = Workload(
@@ -287,7 +292,7 @@ def main() -> None:
     measured = (
         load(system)
         if options.load
-        else train(system, saves=options.saves, between=options.between)
+        else train(system, saves=options.saves, between=options.between, after=options.after)
     )
     partial = options.results / f".{system.rank}"
     partial.write_text(json.dumps(measured))

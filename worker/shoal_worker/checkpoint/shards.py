@@ -92,8 +92,8 @@ class Shards:
     ) -> Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
         returns, even if copies from a device are still in progress. `frozen`: the frozen parameters
-        of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. Tensors are
-        removed from it, and their memory is used again.
+        of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. Tensors
+        are removed from it, and their memory is used again.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.

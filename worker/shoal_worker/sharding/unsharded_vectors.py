@@ -20,6 +20,7 @@ import torch
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.engine.state.holders import ShardHolders, ShardsLostError, plan_copies
 from shoal_worker.engine.state.optimizer_state import as_made_by
+from shoal_worker.sharding.layout import UnitLayout
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
     MOST_COPIES,
@@ -33,7 +34,6 @@ from shoal_worker.sharding.resharding import (
     rows_of,
     vector_of,
 )
-from shoal_worker.sharding.layout import UnitLayout
 from shoal_worker.sharding.unit import Unit
 from shoal_worker.state.tree import Run
 

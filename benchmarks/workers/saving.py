@@ -226,9 +226,9 @@ def _await(is_complete: Callable[[], bool], written: Callable[[], None]) -> None
 
 
 def train(system: System, *, saves: int, between: int, after: int) -> dict[str, Any]:
-    """Takes `between` steps before each save, and `after` steps after the last one. Returns the seconds of each
-    step, the indices of the steps that end with a save, and when each of these checkpoints was
-    complete, in seconds since its save began."""
+    """Takes `between` steps before each save, and `after` steps after the last one. Returns the
+    seconds of each step, the indices of the steps that end with a save, and when each of these
+    checkpoints was complete, in seconds since its save began."""
     steps_s: list[float] = []
     saved_at: list[int] = []
     written_s: list[float] = []

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NICENESS: Final = 10
-"""How much lower the priority of the writing thread is than that of training. If all cores are
+"""Steps by which the writing thread's priority is lower than that of training. If all cores are
 busy, training continues at nearly full speed, and writing takes longer."""
 
 

@@ -6,7 +6,7 @@ cannot be written, `refuse` withdraws it. Admitted changes are applied in the or
 admission. If one is refused, all later ones are refused too.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from another
-thread (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). While torch
+thread (docs/explanation/parameter-servers.md#partitions has the measurement). While torch
 applies a partition, it releases the GIL, and gRPC's own threads read the next chunks from the
 network.
 """

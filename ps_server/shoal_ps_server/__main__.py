@@ -19,7 +19,7 @@ from shoal_common.system.allocator import keep_freed_memory
 from shoal_common.system.scratch import temporary_directory
 from shoal_common.telemetry import configure_logging
 
-from shoal_ps_server.service.descriptors import raise_limit
+from shoal_ps_server.service.bulk.descriptors import raise_limit
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 

@@ -2,7 +2,7 @@
 shutdown. Belongs to the event loop.
 
     event loop           all mutable state: partitions, membership (fence, clocks), layouts,
-                         configuration, metrics; bulk connections (service/bulk.py)
+                         configuration, metrics; bulk connections (service/bulk)
     gRPC's threads       sockets and HTTP/2 framing
     HTTP threads         /metrics and /healthz
     one thread           TLS handshakes of bulk connections
@@ -39,8 +39,9 @@ from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.transfer_sink import TransferSink
 from shoal_ps_server.replication.transfer_source import TransferSource
-from shoal_ps_server.service.bulk import BulkServer
-from shoal_ps_server.service.descriptors import BulkShare
+from shoal_ps_server.service.bulk.descriptors import BulkShare
+from shoal_ps_server.service.bulk.server import BulkServer
+from shoal_ps_server.service.bulk.tickets import Tickets
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
@@ -54,7 +55,6 @@ from shoal_ps_server.service.servicer import (
     ParameterServerServicer,
 )
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
 from shoal_ps_server.session import (

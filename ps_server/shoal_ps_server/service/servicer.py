@@ -36,7 +36,8 @@ from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.replication.transfer_sink import TransferSink
-from shoal_ps_server.service.bulk import BulkServer
+from shoal_ps_server.service.bulk.server import BulkServer
+from shoal_ps_server.service.bulk.tickets import Speaker, Tickets
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.requests import (
     MODES,
@@ -51,7 +52,6 @@ from shoal_ps_server.service.requests import (
     parse_optimizer,
 )
 from shoal_ps_server.service.streams import parts_of
-from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
 from shoal_ps_server.session import incarnation

@@ -1,5 +1,5 @@
 """Implements Initialize, Push and Pull for any transport: gRPC (servicer.py) or a bulk connection
-(bulk.py). Belongs to the event loop."""
+(bulk/server.py). Belongs to the event loop."""
 
 from __future__ import annotations
 

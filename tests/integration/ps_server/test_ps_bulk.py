@@ -39,7 +39,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import from_error_message
 from shoal_common.security.authentication import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_ps_server.service.tickets import MOST_OF_A_MEMBER
+from shoal_ps_server.service.bulk.tickets import MOST_OF_A_MEMBER
 
 BOTH = pytest.mark.parametrize("transport", [Transport.TCP, Transport.MEMORY])
 

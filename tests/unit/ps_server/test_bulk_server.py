@@ -28,12 +28,12 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Fence
 from shoal_ps_server.consistency.membership import Membership
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.service.bulk import BulkServer
+from shoal_ps_server.service.bulk.server import BulkServer
+from shoal_ps_server.service.bulk.tickets import Speaker, Tickets
 from shoal_ps_server.service.intake import Intake
 from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.staging import Staging
-from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.shard.reading import Copies
 from shoal_ps_server.storage.changes import Changes
@@ -311,7 +311,9 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
 
 
 def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None:
-    monkeypatch.setattr("shoal_ps_server.service.bulk._GREETING_LIMIT", timedelta(milliseconds=100))
+    monkeypatch.setattr(
+        "shoal_ps_server.service.bulk.server._GREETING_LIMIT", timedelta(milliseconds=100)
+    )
 
     async def scenario() -> None:
         async with serving() as made:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from shoal_common.bulk.frames import TICKET_BYTES
 from shoal_common.errors import AuthenticationError, LimitError
-from shoal_ps_server.service.descriptors import BulkShare
-from shoal_ps_server.service.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, Speaker, Tickets
+from shoal_ps_server.service.bulk.descriptors import BulkShare
+from shoal_ps_server.service.bulk.tickets import GOOD_FOR_S, MOST_OF_A_MEMBER, Speaker, Tickets
 
 
 def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:

@@ -41,12 +41,12 @@ from shoal_common.tasks import end_tasks
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.service.bulk_connection import Disconnected, ServedConnection
-from shoal_ps_server.service.hang_ups import HangUps
+from shoal_ps_server.service.bulk.connection import Disconnected, ServedConnection
+from shoal_ps_server.service.bulk.hang_ups import HangUps
+from shoal_ps_server.service.bulk.tickets import Speaker, Tickets
 from shoal_ps_server.service.intake import IDLE_LIMIT
 from shoal_ps_server.service.requests import UploadKind
 from shoal_ps_server.service.streams import Arrived, Part
-from shoal_ps_server.service.tickets import Speaker, Tickets
 from shoal_ps_server.service.transfers import Transfers
 
 logger = logging.getLogger(__name__)

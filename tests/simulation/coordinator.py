@@ -51,14 +51,14 @@ from shoal_coordinator.membership.transition import (
     next_wake_ms,
     transition,
 )
-from shoal_coordinator.service.requests import (
+from shoal_coordinator.service.messages.requests import (
     parse_collective_failure,
     parse_heartbeat,
     parse_join,
     parse_leave,
     parse_ranks,
 )
-from shoal_coordinator.service.responses import announcement, job_message, ranks_message
+from shoal_coordinator.service.messages.responses import announcement, job_message, ranks_message
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.simulation.processes import Process

@@ -26,9 +26,9 @@ from shoal_coordinator.membership.model.observation import ObservedJob
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.page.history import Histories
 from shoal_coordinator.page.values import events_values, job_summary, job_values, points_values
-from shoal_coordinator.service.checks import job_id
 from shoal_coordinator.service.jobs import Jobs
-from shoal_coordinator.service.requests import parse_event_id
+from shoal_coordinator.service.messages.checks import job_id
+from shoal_coordinator.service.messages.requests import parse_event_id
 from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"

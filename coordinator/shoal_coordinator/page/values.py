@@ -16,7 +16,7 @@ from shoal_coordinator.membership.model.pulse import Progress
 from shoal_coordinator.membership.model.shards import Share
 from shoal_coordinator.membership.model.state import Member, PastRun, Server
 from shoal_coordinator.page.history import Point
-from shoal_coordinator.service.responses import note_of
+from shoal_coordinator.service.messages.responses import note_of
 from shoal_coordinator.state.store import StoredEvent
 
 MOST_MEMBERS: Final = 256

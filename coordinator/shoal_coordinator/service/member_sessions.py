@@ -38,7 +38,7 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import (
+from shoal_coordinator.service.messages.requests import (
     of_run,
     parse_collective_failure,
     parse_heartbeat,
@@ -46,7 +46,7 @@ from shoal_coordinator.service.requests import (
     parse_leave,
     parse_observed,
 )
-from shoal_coordinator.service.responses import run_message, spec_message
+from shoal_coordinator.service.messages.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
 

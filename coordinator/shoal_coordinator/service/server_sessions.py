@@ -18,18 +18,18 @@ from shoal_coordinator.membership.model.pulse import ServerPulse
 from shoal_coordinator.membership.servers.servers import Registered
 from shoal_coordinator.membership.transition import Granted, Outcome
 from shoal_coordinator.metrics import CoordinatorMetrics
-from shoal_coordinator.service.checks import number
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import (
+from shoal_coordinator.service.messages.checks import number
+from shoal_coordinator.service.messages.requests import (
     of_run,
     parse_backup_report,
     parse_move_report,
     parse_registration,
 )
-from shoal_coordinator.service.responses import run_message, spec_message
+from shoal_coordinator.service.messages.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
 

@@ -25,12 +25,12 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.shards import ShardLayout
 from shoal_coordinator.membership.model.state import JobState, RunId
 from shoal_coordinator.membership.servers.servers import ServersAwaited
-from shoal_coordinator.service import checks, requests, responses
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.member_sessions import MemberSessions
-from shoal_coordinator.service.requests import of_run
+from shoal_coordinator.service.messages import checks, requests, responses
+from shoal_coordinator.service.messages.requests import of_run
 from shoal_coordinator.service.server_sessions import ServerSessions
 from shoal_coordinator.state.store import JobStore
 

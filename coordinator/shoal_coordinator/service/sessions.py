@@ -31,7 +31,7 @@ from shoal_coordinator.membership.model.effects import (
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import Generation
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.responses import (
+from shoal_coordinator.service.messages.responses import (
     announcement,
     move_message,
     notice_message,

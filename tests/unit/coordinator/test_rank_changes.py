@@ -33,7 +33,7 @@ from shoal_coordinator.membership.model.state import (
     RunId,
 )
 from shoal_coordinator.membership.transition import Transition, job_created, transition
-from shoal_coordinator.service.responses import announcement
+from shoal_coordinator.service.messages.responses import announcement
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 from shoal_protos.v1 import coordinator_pb2 as pb
 

@@ -51,8 +51,8 @@ from shoal_coordinator.membership.model.state import (
     MachineCondition,
     RunId,
 )
-from shoal_coordinator.service import checks
-from shoal_coordinator.service.checks import number, wrong
+from shoal_coordinator.service.messages import checks
+from shoal_coordinator.service.messages.checks import number, wrong
 
 LONGEST_DETAIL: Final = 1024
 _MOST_TENSORS: Final = 100_000

@@ -78,7 +78,7 @@ import shoal_ps_server.__main__
 import shoal_ps_server.server
 import shoal_ps_server.serving
 import shoal_ps_server.storage.recovery
-import shoal_worker.parameter_servers.job
+import shoal_worker.parameter_servers.coordination.job
 import torch
 from shoal_common.clients.parameter_server import ParameterServerClient, Partitions
 from shoal_common.errors import ShoalError
@@ -296,7 +296,9 @@ def _pulled(header: pb.PullHeader, buffer: memoryview | None, ids: str) -> dict[
 def train(arguments: Sequence[str]) -> int:
     """Runs a worker whose calls are recorded."""
     recorder = Recorder(Path(os.environ[DIRECTORY]), os.environ["SHOAL_MEMBER_ID"])
-    shoal_worker.parameter_servers.job.ParameterServerClient = recording_client(recorder)
+    shoal_worker.parameter_servers.coordination.job.ParameterServerClient = recording_client(
+        recorder
+    )
     return training.main(arguments)
 
 

@@ -14,8 +14,8 @@ import pytest
 from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_coordinator.membership.model.batches import Epoch, Ledger
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
-from shoal_worker.parameter_servers.job import Job
-from shoal_worker.parameter_servers.leases import CoordinatorLeases
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.leases import CoordinatorLeases
 
 from tests.zygote.children import eventually
 
@@ -240,7 +240,7 @@ def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_reported(job: FakeJ
 def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
     job: FakeJob, make, monkeypatch
 ) -> None:
-    monkeypatch.setattr("shoal_worker.parameter_servers.leases._LAST_WORD_S", 0.3)
+    monkeypatch.setattr("shoal_worker.parameter_servers.coordination.leases._LAST_WORD_S", 0.3)
     loop = Loop(make(0.0))
     loop.step()
     job.away.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from shoal_worker.elastic.contract.loader_interface import Leases
-from shoal_worker.parameter_servers.leases import LocalLeases
+from shoal_worker.parameter_servers.coordination.leases import LocalLeases
 
 
 def ask(

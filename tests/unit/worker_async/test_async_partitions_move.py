@@ -16,9 +16,9 @@ from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.metrics import WorkerMetrics
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.server_waits import ServerWaits
 from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.parameter_servers.server_waits import ServerWaits
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, Payloads
 from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from shoal_worker.asynchronous.round_leases import RoundLeases
-from shoal_worker.parameter_servers.leases import LocalLeases
+from shoal_worker.parameter_servers.coordination.leases import LocalLeases
 
 
 def leases(*, steps: int = 3, batches: int = 7):

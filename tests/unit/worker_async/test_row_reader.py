@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 from shoal_common.errors import CorruptDataError, InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.parameter_servers.job import Job
-from shoal_worker.parameter_servers.server_waits import ServerWaits
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.server_waits import ServerWaits
 from shoal_worker.sparse_tables.row_reader import RowReader
 
 

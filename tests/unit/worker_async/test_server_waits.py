@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.parameter_servers.job import Job
-from shoal_worker.parameter_servers.server_waits import ServerWaits
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.server_waits import ServerWaits
 from shoal_worker.sparse_tables.row_reader import RowReader
 
 

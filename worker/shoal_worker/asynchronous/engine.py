@@ -44,10 +44,14 @@ from shoal_worker.engine.state.module_state import ModuleState, load_captured
 from shoal_worker.engine.state.parameters import check_optimizer_covers, check_trains, materialize
 from shoal_worker.engine.step.pass_writes import WrittenParameters
 from shoal_worker.engine.step.passes import Loss, call_module, loss_of
-from shoal_worker.parameter_servers.job import Job
-from shoal_worker.parameter_servers.leases import CoordinatorLeases, LeaseSource, LocalLeases
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.leases import (
+    CoordinatorLeases,
+    LeaseSource,
+    LocalLeases,
+)
+from shoal_worker.parameter_servers.coordination.own_cluster import OwnCluster
 from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration
-from shoal_worker.parameter_servers.own_cluster import OwnCluster
 from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, check_gradients, gradients

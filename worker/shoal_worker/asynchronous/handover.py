@@ -33,7 +33,7 @@ from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.engine.state.module_state import load_captured, other_entries
 from shoal_worker.engine.state.parameters import take_buffers
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal_worker.elastic.contract.loader_interface import Leases
-from shoal_worker.parameter_servers.leases import LeaseSource
+from shoal_worker.parameter_servers.coordination.leases import LeaseSource
 
 
 @dataclass(kw_only=True, eq=False)

@@ -4,7 +4,6 @@
   for the next batch, calls in the `background`, and retries (`persistence`) while the server is
   unreachable. `ledger`: the worker's progress with each partition. `tensors`: values and gradients
   in transfer; `pushed_rows`: pushed rows of sparse tables.
-- `job`: calls to the coordinator. `leases`: batches leased from the coordinator. `own_cluster`: a
-  coordinator and a server, for a script that runs without a cluster.
-- `options`: the user's options. `server_waits`: time spent waiting for servers.
+- `coordination`: the worker's job, its leased batches, and a cluster of its own.
+- `options`: the user's options.
 """

@@ -16,7 +16,7 @@ import torch
 from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.parameter_servers.ledger import Ledger, ShardMapChanged
 from shoal_worker.parameter_servers.tensors import (
     Partition,

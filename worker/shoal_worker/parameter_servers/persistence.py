@@ -23,7 +23,7 @@ from shoal_common.errors import (
 )
 
 from shoal_worker.parameter_servers.connection import Connection
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from shoal_common.formats.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.parameter_servers.connection import Connection, Pulls
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.parameter_servers.ledger import Delivery, Ledger
 from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.parameter_servers.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence

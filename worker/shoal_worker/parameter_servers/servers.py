@@ -29,7 +29,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.parameter_servers.background import wait_for_all
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.parameter_servers.ledger import Delivery, Ledger, Pushed, ShardMapChanged
 from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
 from shoal_worker.parameter_servers.prefetch import Prefetch

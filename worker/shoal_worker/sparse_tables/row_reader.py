@@ -29,7 +29,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.parameter_servers.background import in_background, wait_for_all
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.sparse_tables.embedding import LookedUp
 
 _LONGEST_BACKOFF_S: Final = 1.0

@@ -20,7 +20,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.row_store import StoredBucket, StoredRows
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.sparse_tables.embedding import SparseEmbedding
 from shoal_worker.sparse_tables.row_reader import RowReader
 

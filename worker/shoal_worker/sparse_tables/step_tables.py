@@ -51,9 +51,9 @@ from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.step.failed_collectives import LosingStep
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
+from shoal_worker.parameter_servers.coordination.own_cluster import OwnCluster, open_job
 from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
-from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job
 from shoal_worker.parameter_servers.pushed_rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import Iteration

@@ -29,7 +29,7 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 
 from shoal_worker.elastic.contract.loader_interface import StopTraining
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.parameter_servers.pushed_rows import ROWS_DTYPE, PushedRows
 from shoal_worker.sparse_tables.embedding import LookedUp, RowGradients, SparseEmbedding, tables_of
 from shoal_worker.sparse_tables.row_reader import RowReader

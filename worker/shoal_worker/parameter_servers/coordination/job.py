@@ -33,7 +33,7 @@ from shoal_worker.elastic.contract.generation import Peer
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.group.waiting import WaitingLines
-from shoal_worker.parameter_servers.server_waits import ServerWaits
+from shoal_worker.parameter_servers.coordination.server_waits import ServerWaits
 
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session.session import Session
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 from shoal_worker.settings import environment_without_settings
 
 _COORDINATOR: Final = "shoal_coordinator"

@@ -22,7 +22,7 @@ from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract.loader_interface import Leases, StopTraining
-from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.coordination.job import Job
 
 _log = logging.getLogger(__name__)
 

@@ -70,7 +70,8 @@ def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBacke
 
 
 def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
-    """A send call holds a lock for which Gloo's other thread spins (decision 90)."""
+    """A send call holds a lock for which Gloo's other thread spins
+    (docs/explanation/backends.md#gloo-faster-collectives)."""
     sockets = [
         copy
         for backend in group

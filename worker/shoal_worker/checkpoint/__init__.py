@@ -5,9 +5,9 @@ either complete or absent.
 decides which ranks write which files, and when. `files` creates, finds and reads checkpoints in a
 directory; `shards` handles states that are sharded across ranks; `frozen` handles parameters that
 do not change, which both layouts store separately. `manifest` implements the file that describes a
-checkpoint, atomic directories, and tensor files. `writer` is the thread that writes during
-training; it also lets ranks wait for a disk without timing out. `rows` handles the rows of sparse
-tables, which are on the servers.
+checkpoint, atomic directories, and tensor files, which `tensor_writer` writes. `writer` is the
+thread that writes during training; it also lets ranks wait for a disk without timing out. `rows`
+handles the rows of sparse tables, which are on the servers.
 
 `place` distinguishes a directory from the URL of an object storage; `remote` reads and writes
 checkpoints in an object storage, and `uploads` is the thread that uploads them from a directory.

@@ -299,8 +299,8 @@ class Machine:
                 self.after(looks + self.delay(), lambda: self._end_abort(stream))
 
     def finalize(self, stream: Stream) -> None:
-        """Finalizes a stream. Some looks after all ranks have done so, the streams are
-        destroyed."""
+        """Finalizes a stream. A few looks after every rank has finalized its stream, all of them
+        are destroyed, unless one is being aborted."""
         with self.lock:
             stream.finalizing = True
             streams = list(stream.communicator.streams.values())

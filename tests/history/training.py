@@ -4,8 +4,9 @@ the run exists.
 The model has a dense part and a small sparse table, except under bsp, which takes no tables. Each
 sample has three ids: one shared by a quarter of all samples, so that workers push it at the same
 time; one of its own; and one shared by a few. An epoch pushes more rows than the table keeps, so
-rows are constantly evicted by number and by age. At the end of each epoch whole buckets are read
-for a checkpoint, and the servers begin with the buckets of one.
+rows are constantly evicted by number and by age. At the end of each epoch, whole buckets are read
+for a checkpoint. At the start, the servers load the buckets of a checkpoint that an earlier run has
+saved.
 """
 
 from __future__ import annotations

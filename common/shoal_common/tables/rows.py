@@ -59,8 +59,8 @@ class RowsUpdate:
 
 
 class Rows:
-    """Trained rows by id. The owner must number steps from 1 and make one update per step, even for
-    a step without rows."""
+    """Trained rows of one bucket of a sparse table, by id. Callers must call `update` once for each
+    step, even if the step has no rows; steps are numbered from 1."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
         """`image`: initial rows; None: no rows."""

@@ -103,8 +103,8 @@ class EncodedValues:
     readers: weakref.WeakSet[Reading] = field(default_factory=weakref.WeakSet)
 
     def read(self, copies: Copies, *, version: int) -> Reading:
-        """Adds a reader and returns its reading. `copies`: counts the memory. `version`: version of
-        the values."""
+        """Returns a `Reading` of the compressed values for a new reader. `copies`: accounts for the
+        memory of the values until all readers have finished. `version`: version of the values."""
         copies.keep(self.payload.nbytes, self.readers)
         reading = Reading(self.payload, version=version, encoded=self)
         self.readers.add(reading)

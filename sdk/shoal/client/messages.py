@@ -149,8 +149,8 @@ def _moment(unix_ms: int) -> datetime:
 
 
 def _named(enum: Any, number: int, kind: type[_EnumT]) -> _EnumT:
-    """Converts a number of a protobuf enum to a value of a Python enum. A number that only a newer
-    coordinator knows becomes UNKNOWN."""
+    """Converts a protobuf enum number to the corresponding member of a Python enum. A number that
+    this version does not know, because the coordinator is newer, becomes UNKNOWN."""
     if number not in enum.values():
         return kind("unknown")
     value = enum.Name(number)

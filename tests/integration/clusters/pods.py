@@ -73,8 +73,8 @@ def why_not() -> str | None:
 
 
 class RunningPod:
-    """A pod that was started. Its container's first process is the first of a process namespace, as
-    in Kubernetes."""
+    """A running pod. As in Kubernetes, the container's first process is PID 1 in its own PID
+    namespace."""
 
     def __init__(
         self, pod: Pod, process: subprocess.Popen[bytes], output: Path, network: Path

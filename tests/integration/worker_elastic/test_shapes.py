@@ -1,7 +1,7 @@
 """The outcome of a step is the same on all ranks, regardless of the shape of the user's loop. The
-scripts of all survivors see the same outcomes, and state that they advance accordingly stays equal.
-Each run ends bit for bit like a run of one worker without a fault, and every sample counts exactly
-once."""
+scripts of all survivors see the same outcomes, so the state that the scripts themselves advance
+(learning rate, loss scale, averages) stays the same on all ranks. The final state of each run is
+bit-identical to that of a fault-free run of one worker, and every sample counts exactly once."""
 
 import signal
 from collections.abc import Callable

@@ -170,8 +170,8 @@ def _step(name: str) -> int:
 
 
 def _set_aside_after(path: Path) -> None:
-    """Renames local checkpoints with later steps than `path`, because the object storage lacks
-    them, so that they are neither read nor uploaded."""
+    """Renames local checkpoints that are newer than `path`, the newest checkpoint in the object
+    storage. Because the storage does not have them, they must be neither read nor uploaded."""
     for other in complete_in(path.parent):
         if _step(other.name) > _step(path.name):
             aside = other.with_name(f"not-uploaded-{other.name}")

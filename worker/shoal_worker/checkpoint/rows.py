@@ -176,8 +176,9 @@ class SavedRows:
             _check_same(self.path, name, then, now)
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """Implements `StoredRows.version`. A newly formed bucket has the newest version, since
-        under ddp all buckets have the same version."""
+        """Implements `StoredRows.version`. If the number of buckets has changed since the
+        checkpoint was saved, returns the newest of the saved versions; under ddp, they are all the
+        same."""
         if buckets == self._buckets(table):
             return int(self._file(table, bucket)[1]["version"])
         return max(int(about["version"]) for about in self.tables[table]["files"].values())

@@ -105,8 +105,8 @@ class Member(Protocol):
         ...
 
     def join(self) -> bool:
-        """Joins the job or launch. Returns True if other ranks have already trained: this rank must
-        then replay its script up to its first batch to train on."""
+        """Joins the job or launch. Returns True if other ranks have already trained. In that case,
+        this rank must replay its script until it reaches its first training batch."""
         ...
 
     def serve(self, engine: TrainingEngine) -> None:

@@ -241,8 +241,9 @@ class TlsSettings:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
-        """Returns an SSL context for sockets of a server outside of gRPC, with the same
-        certificates and requirements. Raises ConfigurationError."""
+        """Returns an SSL context for a server's sockets that do not use gRPC. It has the same
+        certificates, and the same requirements for clients, as the server's gRPC port. Raises
+        ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # sessions are never resumed

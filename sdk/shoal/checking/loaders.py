@@ -40,8 +40,8 @@ class Loaders:
         """Loaders whose batches Shoal distributes."""
 
     def plain_loops(self) -> Iterator[tuple[Loop, set[ast.Call]]]:
-        """Yields each loop over DataLoaders that are not distributed across ranks, with these
-        DataLoaders."""
+        """Yields each loop that iterates over DataLoaders whose batches Shoal does not distribute,
+        together with those DataLoaders."""
         for loop in self._script.of_type(ast.For, ast.AsyncFor):
             found = self.of(loop.iter) - self.dealt
             if found:

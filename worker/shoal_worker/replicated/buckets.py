@@ -296,8 +296,8 @@ class Flight:
         return await_reductions(self._session, works, step)
 
     def _finish_compressed(self) -> None:
-        """Finishes the compressed reductions, in the order of their start, which is the same on all
-        ranks."""
+        """Finishes the compressed reductions in the order in which they were started, which is the
+        same on all ranks."""
         reductions, self._reductions = self._reductions, []
         with LosingStep(self._session) as finishing:
             for group, reduction in reductions:

@@ -174,8 +174,8 @@ class Draft:
         return self.machines is not self._before.machines
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
-        """Starts the next run. Keeps only a summary of the newest run; generation numbers
-        continue."""
+        """Starts the next run. Of the run that has ended, only a summary is kept (in `past_runs`).
+        Generation numbers continue."""
         past = PastRun(
             run=self.run,
             ended_unix_ms=self.ended_unix_ms,

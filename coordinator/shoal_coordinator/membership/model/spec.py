@@ -53,8 +53,8 @@ class JobSpec:
     @property
     def servers_to_lay_out(self) -> int:
         """Number of servers that must have registered before the job's tensors are assigned to
-        them; 0 if the job may have no servers. A job that starts without servers but may get some
-        waits for one server."""
+        them; 0 if the job cannot have servers. If no servers are started with the job but servers
+        may be added later, it is 1."""
         return self.parameter_servers or min(1, self.max_parameter_servers)
 
     @cached_property

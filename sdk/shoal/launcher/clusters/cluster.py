@@ -413,8 +413,9 @@ class LocalCluster:
 
 
 def _service_environment() -> dict[str, str]:
-    """Returns the caller's environment without variables that configure other services or
-    workers."""
+    """Returns the environment for the cluster's services: the caller's, without SHOAL_COORDINATOR_*
+    and SHOAL_PS_SERVER_* variables (which configure services outside the cluster), and with
+    OMP_NUM_THREADS=1 unless it is set."""
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -457,8 +457,8 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Checks that no step is in progress; otherwise raises PreconditionError. After a fault,
-        the operation would have to be repeated, and the step's gradients would be lost."""
+        """Raises PreconditionError if a step is in progress. A fault in an operation inside a step
+        would lose the step's gradients, because the operation is then repeated in a new group."""
         step = self._held.step
         # In a loop without a Shoal loader, every forward pass may begin a step.
         own_loop = (

@@ -6,8 +6,8 @@ therefore receives all ranks' rows and computes the loss of the entire batch. Gr
 only to the rank's own rows. They are divided by the rank's weight in the step, because the sum
 across ranks multiplies them by this weight again. The gradient of each row therefore counts once,
 as in a single process. A parameter that is used after the rows have been combined (a temperature)
-has the full gradient on every rank, and so has the weighted sum across ranks. The backward pass
-does not communicate.
+has the full gradient on every rank. The weighted sum across ranks is therefore the full gradient
+too. The backward pass does not communicate.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
 section 2.2 (negatives over all devices).
@@ -69,9 +69,10 @@ class WholeBatch:
         return self._stand_in(tensors, rows) if whole is None else whole
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Returns stand-in rows, for a pass outside of a step with other ranks or in an aborted
-        step, where any values suffice. If rows have already been combined in this step, returns the
-        same number of rows as then, because the script uses both results together."""
+        """Returns stand-in rows if there are no rows of other ranks: in an aborted step, or if the
+        pass does not belong to a step with other ranks. Any values suffice there. If rows have
+        already been combined in this step, returns the same number of rows as then, because the
+        script uses both results together."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)

@@ -356,8 +356,8 @@ class AccumulatedReduction:
     after the inner loop, and `.grad` receives the mean over the global batch. The result does not
     depend on which rank computed which micro-batch, up to rounding. In float64 (deterministic), it
     is even bitwise the same: products of float32 gradients and integer weights are summed exactly,
-    unless one element's gradients differ by more than a factor of 2^20 between micro-batches, and
-    the sum is rounded to float32 once. Everything runs on the training thread.
+    and the sum is rounded to float32 once. The exception is an element whose gradients differ by
+    more than a factor of 2^20 between micro-batches. Everything runs on the training thread.
     """
 
     def __init__(

@@ -378,8 +378,9 @@ class ReplicatedEngine(Engine):
             self._prepare_vote(step)
 
     def _prepare_vote(self, step: Step) -> None:
-        """Prepares the step vote: adds digests of the passes' writes, and combines minima and
-        maxima with the other ranks. On failure, marks the step as failed."""
+        """Prepares the step vote: adds digests of the values that passes and the script have
+        written to parameters and buffers, and exchanges buffers that contain minima or maxima with
+        the other ranks. On failure, marks the step as failed."""
         self._report_writes(step)
         if step.lost is None:
             self._agree_on_extremes(step)

@@ -14,8 +14,8 @@ process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, secti
 bound.)
 
 Cost per worker: memory for parameters and gradients; the optimizer's state is on the servers.
-Traffic per step: 2P bytes, P for the gradients sent and P for the values received. With
-`gradient_compression=`, gradients are compressed; values are not.
+Traffic per step: 2P bytes, where P is the size of the parameters: P for the gradients sent and P
+for the values received. With `gradient_compression=`, gradients are compressed; values are not.
 
 With `inner_steps=H` a worker takes H steps with its own optimizer, and pushes the total change as
 one gradient. The servers' outer optimizer takes one step with this gradient (DiLoCo; Douillard et

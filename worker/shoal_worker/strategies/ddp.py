@@ -2,10 +2,10 @@
 averages the gradients across all ranks.
 
 Cost per rank: memory for all parameters, gradients and optimizer state; 2P(N-1)/N bytes sent per
-step (ring all-reduce). For any optimizer, the result is the same as on a single process with the
-whole batch, because the ranks average gradients rather than parameters. (Li et al., "PyTorch
-Distributed", VLDB 2020, section 3; Goyal et al., 2017, section 3 on the reason to average
-gradients.)
+step in a ring all-reduce (P: bytes of parameters, N: number of ranks). For any optimizer, the
+result is the same as on a single process with the whole batch, because the ranks average gradients
+rather than parameters. (Li et al., "PyTorch Distributed", VLDB 2020, section 3; Goyal et al., 2017,
+section 3 on the reason to average gradients.)
 """
 
 from __future__ import annotations

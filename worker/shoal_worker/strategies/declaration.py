@@ -1,5 +1,5 @@
-"""The declaration of a strategy. Error messages, docs and presets that list strategies read the
-declarations (`registry.py`)."""
+"""The declaration of a strategy. The declarations (`registry.py`) are the source of all lists of
+strategies, in error messages, docs and presets."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 parameters every `sync_every` steps.
 
 Cost per rank: memory as for ddp, plus a copy of parameters and optimizer state during a round;
-2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. The result differs from ddp,
-except with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and Communicates Little", ICLR
-2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1.)
+2P(N-1)/(N k) bytes sent per step if the ranks average every k steps (P: bytes of parameters, N:
+number of ranks). The result differs from ddp, except with k = 1 and plain SGD. (Stich, "Local SGD
+Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient
+Learning", AISTATS 2017, algorithm 1.)
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 zero1 shards the optimizer state. zero2 also shards gradients. The other strategies also shard
 parameters; a block's parameters are gathered only while the block computes. zero1 and zero2 send as
 much as ddp: they reduce-scatter gradients and all-gather updated parameters, 2P(N-1)/N bytes per
-rank per step. zero3 gathers parameters for the forward pass and again for the backward pass, so it
-sends 3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
+rank per step (P: bytes of parameters, N: number of ranks). zero3 gathers parameters for the forward
+pass and again for the backward pass, so it sends 3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020,
+sections 5.1 to 5.3 and 7.2.)
 
 fsdp is zero3 under a name familiar to users of torch's FSDP. hsdp has several replicas, each
 sharded like zero3. By default, a replica has as many ranks as a host. It sends 3P(S-1)/S bytes
@@ -85,7 +86,8 @@ _HSDP = dataclasses.replace(
 
 
 class ZeRO1Model(ShardedModel):
-    """A model with optimizer state sharded across ranks. Memory per rank: P + G + O/N bytes."""
+    """A model with optimizer state sharded across ranks. Memory per rank: P + G + O/N bytes (P:
+    parameters, G: gradients, O: optimizer state, N: number of ranks)."""
 
     declaration: ClassVar[Strategy] = _ZERO1
 
@@ -97,8 +99,9 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
 class ZeRO2Model(ShardedModel):
     """A model with gradients and optimizer state sharded across ranks, in zero1's buckets. Memory
-    per rank: P + (G + O)/N bytes and one bucket. With micro-batches, gradients are reduce-scattered
-    for each micro-batch."""
+    per rank: P + (G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N: number of
+    ranks) and one bucket. With micro-batches, gradients are reduce-scattered for each
+    micro-batch."""
 
     declaration: ClassVar[Strategy] = _ZERO2
 
@@ -110,7 +113,8 @@ class ZeRO2Optimizer(ShardedOptimizer):
 
 class ZeRO3Model(ShardedModel):
     """A model with parameters, gradients and optimizer state sharded across ranks. Memory per rank:
-    (P + G + O)/N bytes and the largest blocks, two at a time."""
+    (P + G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N: number of ranks), plus
+    two of the largest blocks."""
 
     declaration: ClassVar[Strategy] = _ZERO3
 
@@ -132,8 +136,8 @@ class FSDPOptimizer(ShardedOptimizer):
 
 class HSDPModel(ShardedModel):
     """A model with several replicas. Each replica's parameters, gradients and optimizer state are
-    sharded across its ranks. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a
-    time.
+    sharded across its ranks. Memory per rank: (P + G + O)/S bytes (P: parameters, G: gradients, O:
+    optimizer state, S: number of ranks in a replica), plus two of the largest blocks.
 
     `shard_size`: number of ranks in a replica. None: the number of ranks on the largest host. If
     the world size is not a multiple of it, for example after a failure, the next larger divisor of

@@ -5,8 +5,8 @@ The user's optimizer updates this rank's pieces: flat parts of parameters, which
 mirrors. If a script read a norm, a shape or a number of elements from its groups, the result would
 describe the pieces. The groups that a script receives therefore combine the settings of the
 optimizer's groups (reads and writes are forwarded) with the model's own parameters, which the
-script passed to the optimizer. These parameters are either unsharded, or raise an error that names
-the function to call (`hidden_parameters.py`).
+script passed to the optimizer. These parameters are either unsharded, or raise an error when their
+values are used (`hidden_parameters.py`). The error names the function to call instead.
 """
 
 from __future__ import annotations

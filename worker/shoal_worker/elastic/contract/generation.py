@@ -86,8 +86,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """Returns all peers if they can be determined without a request, otherwise None.
-        Afterwards, the older table is not kept in memory."""
+        """Returns all peers if they can be determined without a request, otherwise None. Then
+        releases the older table."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -209,16 +209,15 @@ class Generation:
 
     number: int
     nonce: str
-    """Random text in the names of this generation's stores and transfers, which makes them
-    unique."""
+    """Random text that makes the names of this generation's stores and transfers unique."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
     """All ranks' peers, in rank order. In a large world, reading an entry may send a request to the
     coordinator (`AskedPeers`); the length is always known."""
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members of a generation with a lower number than this must leave that generation immediately.
-    Members of other generations leave theirs at the next step boundary."""
+    """Members whose generation number is lower than this must leave that generation immediately.
+    Other members leave their generation at the next step boundary."""
     sent_topology: Topology | None = None
     """Distribution of the ranks across hosts; None: it is computed from the peers."""
     begins_run: bool = False

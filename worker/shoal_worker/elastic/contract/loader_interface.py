@@ -74,8 +74,8 @@ class Share:
     """This rank's number of micro-batches divided by its number in an even distribution, if
     micro-batches are dealt by speed; otherwise 0."""
     most_micro_batches: int = 0
-    """Maximum number of micro-batches over all ranks. If the strategy communicates in every pass,
-    each rank runs this number of passes, some of them without a micro-batch of its own."""
+    """Largest number of micro-batches on any rank. If the strategy communicates in every pass, each
+    rank runs this number of passes, some of them without a micro-batch of its own."""
 
 
 WeighRows = Callable[[Sequence[int]], list[float]]
@@ -211,8 +211,8 @@ class LoaderSession(Protocol):
 
     def end_epoch(self, source: StepSource) -> None:
         """Ends an epoch of a training loader, after its last step. Returns once every rank has
-        confirmed the last step. Otherwise a rank could evaluate, save or exit while another is
-        still repeating that step."""
+        confirmed the last step. Otherwise, a rank could evaluate, save or exit while another rank
+        is still repeating that step."""
         ...
 
     def register_source(self, source: StepSource) -> None:
@@ -237,7 +237,7 @@ class LoaderSession(Protocol):
     ) -> Leases:
         """Leases batches first come, first served (async_sgd), from the coordinator, or locally in
         a world of one. `want`: number of batches. 0 if the script has left the loop: all leases are
-        then returned except the lease of batch `at_hand`, whose step `optimizer.step()` may still
+        then given back except the lease of batch `at_hand`, whose step `optimizer.step()` may still
         finish (see `Leases.took_back_at_hand`)."""
         ...
 
@@ -257,7 +257,7 @@ class Leases:
     retry_after_s: float
     took_back_at_hand: bool = False
     """True if the script left the loop within a round of inner steps. The lease of the batch whose
-    step is unfinished was then returned as well."""
+    step is unfinished was then given back as well."""
 
 
 class StepSource(Protocol):
@@ -288,7 +288,7 @@ class StepSource(Protocol):
 
     @property
     def within(self) -> int | None:
-        """Epoch that the loader's `epochs()` has handed out last; None outside of that loop."""
+        """Last epoch handed out by the loader's `epochs()`; None outside of that loop."""
         ...
 
     @property
@@ -305,8 +305,8 @@ class StepSource(Protocol):
 
     @property
     def next_iteration(self) -> int:
-        """Epoch that the next iteration outside of `epochs()` would cover if only the number of
-        iterations in this process's script so far mattered."""
+        """Epoch that the next iteration outside of `epochs()` would cover if it depended only on
+        the iterations of this process's script, and not on a loaded state."""
         ...
 
     @property
@@ -343,7 +343,8 @@ class StepSource(Protocol):
         ...
 
     def count_from(self, epoch: int | None) -> None:
-        """Sets `next_epoch` to `epoch`; None: to its value in the last loaded state."""
+        """Sets `next_epoch` to `epoch`, or to its value in the last loaded state if `epoch` is
+        None."""
         ...
 
     @property
@@ -395,10 +396,10 @@ class Drained(StopTraining):
 
 
 class LeftOver(StopTraining):
-    """Raised in a spare if no rank with a part of the model remains. The process exits, and the
+    """Raised in a spare if no remaining rank has part of the model. The process exits, and the
     launcher restarts it."""
 
 
 class StateLostError(PreconditionError):
-    """Raised on all remaining ranks if they have only part of the state and must continue from a
-    checkpoint."""
+    """Raised on all remaining ranks if together they have only part of the state and must continue
+    from a checkpoint."""

@@ -105,8 +105,8 @@ class ScriptPhase:
         self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Enters TRAINING when the script reaches its first batch to train on, or if no peer is
-        ahead of it."""
+        """Enters TRAINING when the script reaches its first training batch, or if no peer is ahead
+        of it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:
@@ -152,8 +152,9 @@ class ScriptPhase:
         )
 
     def resume(self) -> None:
-        """Records that the next step begins. In ARRIVING, a joiner's script may merely look at the
-        step's batch. In TORN, the step will not be applied."""
+        """Records that the next step begins. ARRIVING does not change, because a joiner's script
+        may merely look at the step's batch. TORN does not change either, because the step will not
+        be applied."""
         self._move(
             "resume",
             {Phase.RETURNED: Phase.TRAINING},

@@ -1,5 +1,5 @@
 """Interfaces for saving and restoring the rows of sparse tables. The rows are on parameter servers,
-in buckets that are read and replaced as a unit.
+in buckets. Each bucket is read and replaced as a unit.
 
 The protocols connect the servers' client (`sparse_tables/server_rows.py`) with the code for files
 (`checkpoint/rows.py`). `checkpoint/saving.py` documents which ranks call what, and in which order.

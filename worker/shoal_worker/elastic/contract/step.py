@@ -23,8 +23,8 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 _BASE = 1 << 20
-"""Base of the digits of numbers in a step vote. Each digit and its square are sent; their sums over
-up to 8192 ranks are exact in float64."""
+"""Base in which a step vote represents a number as digits. Each digit and its square are sent;
+their sums over up to 8192 ranks are exact in float64."""
 _DEALING = 2
 """Number of digits of `ScriptPosition.dealing` that are sent. Two different values collide with
 probability 2^-40."""
@@ -187,7 +187,8 @@ class Difference(enum.Enum):
     SETTINGS = "settings"
     """The ranks' optimizers have different settings."""
     WRITES = "writes"
-    """The ranks' passes made different writes to parameters."""
+    """The ranks' passes made different writes to parameters, or to buffers that must stay the same
+    on all ranks."""
     WRITES_BETWEEN = "writes between steps"
     """The ranks made different writes between steps. The resulting values may still be the same."""
 
@@ -256,8 +257,8 @@ class Step:
     """Error if the step's gradients cannot be used; the same on all ranks. `optimizer.step()`
     raises it until the script clears the gradients."""
     writes: int = 0
-    """Digest of the values that forward and backward passes wrote to parameters; 0 if they wrote
-    none."""
+    """Digest of what forward and backward passes wrote to parameters, and to buffers that must stay
+    the same on all ranks; 0 if they wrote nothing."""
     written_between: int = 0
     """Digest of the values that the script wrote to parameters and buffers between the previous
     step and this one; 0 if it wrote none."""
@@ -270,7 +271,7 @@ class Step:
     offered: Sequence[float] = ()
     """Numbers that the loader offers for a sum across all ranks, if the step ends a round."""
     summed: Sequence[float] | None = None
-    """Sums of the ranks' `offered`; None if the step does not end a round, or before its end."""
+    """Sums of the ranks' `offered`; None if the step does not end a round or has not ended yet."""
 
     def __post_init__(self) -> None:
         if self.share is not None:
@@ -310,9 +311,9 @@ class Step:
     ) -> list[float]:
         """Returns the numbers that this rank contributes to the step vote. These are, in order:
         whether a membership change is requested, loss times weight, the weight (0 without a loss),
-        whether the job is known to be stopping, whether this rank has to leave, digests of
-        optimizer settings, of writes in passes, of writes between steps and of evaluations, and the
-        script's position."""
+        whether the job is known to be stopping, whether this rank has to leave, four digests (of
+        the optimizer settings, `writes`, `written_between` and `evaluated`), and the script's
+        position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight

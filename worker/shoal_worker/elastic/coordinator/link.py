@@ -285,8 +285,8 @@ class CoordinatorLink:
             self._changed.notify_all()
 
     def reports(self, progress: Callable[[], Progress]) -> None:
-        """Sets the function that returns this worker's progress for each heartbeat. Called on
-        gRPC's thread."""
+        """Sets the function that returns this worker's progress for each heartbeat. The function is
+        called on gRPC's thread."""
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
@@ -407,8 +407,8 @@ class CoordinatorLink:
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """Marks this member as unable to continue in its job. `why`: the reason, which `evicted`
-        returns from now on and waiting calls raise.
+        """Marks this member as unable to continue in its job. From now on, `evicted` returns an
+        error with the reason `why`, and waiting calls raise that error.
         """
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
@@ -570,16 +570,16 @@ class CoordinatorLink:
 
     def _drains_now(self, mid_step: bool) -> bool:
         """Returns whether to leave at this step boundary because the coordinator ordered the drain.
-        A process that must leave because of SIGTERM instead enters the generation that its peers
-        are waiting for: they may have received the signal too, and then all leave together.
+        By contrast, a process that must leave because of SIGTERM first enters the generation that
+        its peers are waiting for. If they have received the signal too, all of them leave together.
         """
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
         """Returns whether this member should stop waiting for a generation: the coordinator has
         announced that none will follow, has put the job on hold, or is unavailable. After a
-        failure, this member may have the only copy of a part of the state, so it first waits some
-        time for an unavailable coordinator.
+        failure, this member may have the only copy of part of the state, so it keeps waiting for an
+        unavailable coordinator for a while.
         """
         away = self._away_since is not None and (
             not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S

@@ -22,7 +22,7 @@ from shoal_worker.elastic.coordinator.progress import Progress
 
 @dataclass(kw_only=True)
 class _Said:
-    """Values that were already sent on the current stream."""
+    """Values that have already been sent on the current stream."""
 
     stream: int
     generation: int = 0

@@ -52,7 +52,7 @@ class Progress:
     step: int = 0
     """Number of committed optimizer steps."""
     steps_in_all: int = 0
-    """Number of steps that the run will have committed at its end. 0 if unknown, or if ranks take
+    """Total number of steps in the run, including future steps. 0 if unknown, or if ranks take
     steps independently."""
     epoch: int = 0
     sequence: int = 0
@@ -160,15 +160,15 @@ class ProgressMeter:
         """Numbers of steps and samples committed by the run before this process's first commit;
         None until that commit."""
         self._losses = (0, 0, 0.0)
-        """Index of the newest loss counted in the tally, and the number and sum of its finite
-        losses."""
+        """Index of the newest loss counted in the tally, and the number and sum of all finite
+        losses counted so far."""
         self._commits = 0
         self._known = (0, 0)
         """Numbers of steps and samples that the tally must not count, because another worker had
         already pushed their batches, or because the steps were undone."""
         self._unpushed = (0, 0)
-        """Numbers of inner steps that have not been pushed to the servers yet, and of their
-        samples."""
+        """Number of inner steps that have not been pushed to the servers yet, and number of samples
+        in these steps."""
         self._counts: Counts | None = None
         """Current values of the tally for the launcher."""
         self._pushing = 0

@@ -97,10 +97,10 @@ _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
 _MOST_PEERS: Final = 16
-"""Maximum number of ranks for which a rank probes all its peers. In larger worlds, it probes only
-its neighbors in ring and halving collectives. The number is limited because a peer cannot accept
-connections while a call holds Python's global lock: its kernel must then be able to queue all
-probes."""
+"""Maximum world size in which a rank probes all its peers. In larger worlds, it probes only its
+neighbors in ring and halving collectives. The number is limited because a peer cannot accept
+connections while a call holds Python's global lock. During the call, its kernel must be able to
+queue all probes."""
 
 
 class StallWatch:

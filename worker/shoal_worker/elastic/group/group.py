@@ -97,11 +97,11 @@ _FAILURES = (RuntimeError, ValueError)
 """Exceptions raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
 """Maximum time that a rank waits for the others after it has finished the run, so that all can shut
-down together. Not long enough for ranks that still have to write or compute something."""
+down together. It is too short for ranks that still have to write or compute something."""
 
 
 class Group:
-    """Connected ranks of one generation, or a part of these ranks (`subgroup`)."""
+    """Connected ranks of one generation, or some of these ranks (`subgroup`)."""
 
     def __init__(
         self,
@@ -432,8 +432,8 @@ class Group:
 
     def rendezvous(self) -> None:
         """Waits until all ranks have called this method. Steps use different collectives, so if
-        some ranks are in a step and others are here, they merely wait for each other. In a
-        collective of the same kind, they would receive each other's messages, and Gloo terminates
+        some ranks are in a step and others are here, they merely wait for each other. If steps used
+        the same kind of collective, ranks would receive each other's messages, and Gloo terminates
         the processes if message sizes differ."""
         if self.world_size == 1:
             self._check()

@@ -542,8 +542,8 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytearr
 
 
 def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
-    """Fills `target` from the connection. Raises OSError if the connection is closed, or `deadline`
-    (of time.monotonic()) passes, before that."""
+    """Fills `target` from the connection. Raises OSError if the connection is closed or `deadline`
+    (a value of time.monotonic()) passes before `target` is full."""
     while target:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)

@@ -382,8 +382,9 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Waits until the ranks whose scripts must advance have received everything they need. Then
-        the caller abandons the group, which would discard data that is still being sent."""
+        """Waits until the ranks whose scripts must advance have received everything they need. Only
+        then may the caller abandon the group, because that discards data that is still being
+        sent."""
         if not plan.committed:
             with contextlib.suppress(StateLostError):
                 # the next generation reaches the same decision once all ranks have advanced

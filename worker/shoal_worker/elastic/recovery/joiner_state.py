@@ -35,7 +35,7 @@ _BOUNDARY = "border"
 
 
 class _Offer(enum.IntEnum):
-    """Announcement of a rank about the state that it can send to joiners."""
+    """A rank's announcement of the state that it can send to joiners."""
 
     NOTHING = 0
     STATE = 1
@@ -85,7 +85,7 @@ class JoinerState:
 
         Raises:
             MembershipChanged: the group has ended, or spares leave it.
-            StateLostError: no rank has some part of the state.
+            StateLostError: part of the state is missing on all ranks.
             LeftOver: this process is a spare, and no rank can send it the state.
             PreconditionError: no rank has a state, or the scripts have diverged. Raised on all
                 ranks.
@@ -219,7 +219,7 @@ class JoinerState:
 
 
 def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns those frozen parameters of `names` that a captured state contains, keyed by their
+    """Returns the frozen parameters in `names` that a captured state contains, keyed by their
     flattened names in the state."""
     tensors = flatten(captured)[1]
     return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}

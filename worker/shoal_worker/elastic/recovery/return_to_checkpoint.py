@@ -1,4 +1,5 @@
-"""Returns all ranks to the newest checkpoint if together they have only part of the state.
+"""Returns all ranks to the newest checkpoint if the remaining ranks together have only part of the
+state.
 
 All methods run on the training thread.
 """

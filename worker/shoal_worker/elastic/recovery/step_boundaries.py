@@ -213,8 +213,8 @@ class StepBoundaries:
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """Generation with a rank that has been asked to leave but is indispensable. All ranks of
-        that generation then act as if they had been asked too."""
+        """Generation with a rank that has been asked to leave but is indispensable; None if there
+        is none. All ranks of that generation then act as if they had been asked too."""
         self._peers_at: ScriptPosition | None = None
 
     @property

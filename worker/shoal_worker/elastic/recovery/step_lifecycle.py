@@ -80,7 +80,7 @@ class StepLifecycle:
         speed: float | None = None,
     ) -> None:
         """`formation`: None in a world of one. `operation`: function that runs an operation of the
-        given kind, where ranks only wait for each other. `drain_grace`: see `StepBoundaries`.
+        given kind in which ranks only wait for each other. `drain_grace`: see `StepBoundaries`.
         `speed`: see `LoaderSession.speed`.
         """
         self._held = held

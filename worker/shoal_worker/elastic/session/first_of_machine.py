@@ -62,8 +62,8 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
     first.
 
     Args:
-        once: True if the block is run first only once: a process that arrives after all others have
-            left does not run it first again if another process has completed it.
+        once: True if no process becomes the first again once one has completed the block. By
+            default, a process that arrives after all others have left becomes the first again.
 
     Raises:
         DeadlineError: the first process took longer than `timeout`.

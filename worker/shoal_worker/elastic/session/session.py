@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""Interval between checks, by a leaving rank, whether its peers have committed the last step. Peers
+"""Interval at which a leaving rank checks whether its peers have committed the last step. Peers
 report this in heartbeats."""
 
 
@@ -171,8 +171,8 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """True if this process is replaying its script and has not reached its first batch to train
-        on, or if it is a spare, whose script will be replayed."""
+        """True if this process is replaying its script and has not reached its first training
+        batch, or if it is a spare, whose script will be replayed."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
@@ -398,10 +398,10 @@ class Session:
 
         Repeats `body` if the membership changes while it runs. A joiner runs it alone. If committed
         steps have been undone, every rank runs it alone until the next step: all ranks have the
-        same state, but their scripts reach this operation again at different times. The state may
-        also turn out to be lost during the operation. A process that has become a spare cannot
-        compute the result and exits (SystemExit), unless `answers` is False because the result is
-        not used.
+        same state, but their scripts reach this operation again at different times. The same
+        applies if the state turns out to be lost during the operation and is replaced with a
+        checkpoint's state. A process that has become a spare cannot compute the result and exits
+        (SystemExit), unless `answers` is False because the result is not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -529,7 +529,7 @@ class Session:
 
     def warn_of_given_up(self) -> None:
         """Logs a warning if a run that resumes from a state saved at this point would skip the rest
-        of an epoch, or repeat a part of it."""
+        of an epoch, or repeat part of it."""
         self._held.warn_of_given_up()
 
     @property

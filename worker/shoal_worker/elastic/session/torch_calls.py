@@ -7,8 +7,8 @@ After a fault, the remaining ranks repeat the operation.
 
 The data that a script sends may depend on its rank or on the number of ranks: a buffer filled by
 one rank, a list with one entry per rank, a value divided by the number of ranks. torch itself reads
-both while gathering objects. The group therefore continues to return the rank and size that it has
-returned first. Once these are outdated, the next call raises MembershipChanged on all ranks instead
+both while gathering objects. The group therefore continues to return the rank and size that it
+first returned. Once these are outdated, the next call raises MembershipChanged on all ranks instead
 of returning a result, and the script must ask for them again. This happens even if the script has
 not used them, which the group cannot know.
 
@@ -353,8 +353,8 @@ def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tenso
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Returns whether a rank prepared its part of the call for ranks that have changed since.
-    `number`: the rank's current number. `size`: current number of ranks."""
+    """Returns whether a rank prepared its part of the call for an outdated rank number or number of
+    ranks. `number`: the rank's current number. `size`: current number of ranks."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True

@@ -400,7 +400,7 @@ class _Exit:
         self._handler = self._drain
         """The bound method, stored once so that the installed handler can be compared with it."""
         self._before: Callable[[int, FrameType | None], Any] | None = None
-        """The script's earlier handler of SIGTERM."""
+        """SIGTERM handler that the script had installed earlier."""
         self._hears = False
 
     def install(self) -> None:
@@ -420,7 +420,7 @@ class _Exit:
             )
 
     def hear_sigterm(self) -> bool:
-        """Installs a handler of SIGTERM that asks the member to leave, and then calls the script's
+        """Installs a SIGTERM handler that asks the member to leave, and then calls the script's
         earlier handler. Returns False if the script ignores the signal, or if this is not the main
         thread."""
         if threading.current_thread() is not threading.main_thread():
@@ -440,8 +440,8 @@ class _Exit:
         return True
 
     def check_sigterm(self) -> None:
-        """Logs a warning, once, if the script has replaced the handler of SIGTERM with its own.
-        Called before each step."""
+        """Logs a warning, once, if the script has replaced the SIGTERM handler with its own. Called
+        before each step."""
         if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
             self._hears = False
             _log.warning(

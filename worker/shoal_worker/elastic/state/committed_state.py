@@ -73,8 +73,8 @@ class CommittedState:
         """Number of steps whose outcome the script has received. A joiner continues with its peers'
         number."""
         self.compared = 0
-        """Number of committed steps at the last commit all-reduce; see
-        `StepLifecycle._compare_replicas`."""
+        """Number of committed steps when `compare_after_step` was last called, or when the state
+        was loaded."""
         self.frozen: tuple[str, ...] = ()
         """Names, in the flattened state, of the parameters that are not trained."""
         self.built: Mapping[str, Mapping[str, Any]] = {}

@@ -204,8 +204,8 @@ def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ())
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
-    """Describes which ranks have values of the tensor `name` that differ from those of most ranks.
-    `values`: digests by rank, not all equal."""
+    """Describes which ranks' values of the tensor `name` differ from the value on most ranks; if
+    there is no majority, names all ranks. `values`: digests by rank, not all equal."""
     most, number = Counter(values.values()).most_common(1)[0]
     others = [rank for rank, digest in values.items() if digest != most]
     what = f"{name} ({group})"

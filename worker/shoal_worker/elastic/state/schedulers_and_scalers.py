@@ -66,8 +66,8 @@ class GroupMembers(list[torch.Tensor]):
 class Memberships:
     """Parameters that a strategy has assigned to the groups of a run's optimizers.
 
-    After `as_distributed`, it is fixed which tensors an optimizer updates: the model's parameters,
-    or this rank's pieces of them. A parameter that a script added later would be updated with this
+    After `as_distributed`, an optimizer updates a fixed set of tensors: the model's parameters, or
+    this rank's pieces of them. A parameter that a script added later would be updated with this
     rank's own gradient, which is not summed across ranks.
     """
 
@@ -548,8 +548,8 @@ class RegisteredState:
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """Returns a function that undoes a failed `restore`: it restores all objects that accept it
-        to their current state."""
+        """Returns a function that undoes a failed `restore`: it reloads each object's state as it
+        is now. If an object refuses its state, the others are still restored."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}

@@ -307,8 +307,9 @@ class TrainingEngine(abc.ABC):
 
     def writes_apart(self) -> ShoalError:
         """Returns the error that all ranks raise if their forward or backward passes have written
-        different values to parameters. By default, returns InternalError, because every engine that
-        compares these writes overrides this method."""
+        different values to parameters, or to buffers that must stay the same on all ranks. By
+        default, returns InternalError, because every engine that compares these writes overrides
+        this method."""
         return InternalError(
             "the ranks reported a difference in written parameters, although "
             "this engine does not compare them"

@@ -328,8 +328,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Records attributes only at the start of a round. A single step is never repeated; the
-        complete round is repeated instead, from the copy made by `keep`."""
+        """Records module attributes only at the start of a round, because a single step is never
+        repeated: the complete round is repeated, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()

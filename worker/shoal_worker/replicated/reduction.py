@@ -339,10 +339,10 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self, step: Step) -> None:
-        """Rebuilds the layout if parameters have been unfrozen. Called before the first bucket is
-        sent in a backward pass, or in a step without a backward pass, because passes need not go
-        through the model's `forward`. All ranks do so, regardless of which gradient is complete
-        first."""
+        """Rebuilds the layout if parameters have been unfrozen. `prepare` does the same in the
+        model's `forward`, but passes need not go through `forward`. Called before the first bucket
+        is sent, either in a backward pass or in a step without one. All ranks rebuild the layout at
+        this point, regardless of which gradient is complete first."""
         if self._unfrozen() is None:
             return
         if self.pending and any(

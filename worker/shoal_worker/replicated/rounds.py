@@ -86,10 +86,10 @@ def agreed_counts(
     samples: float,
     exchange: Exchange,
 ) -> dict[str, torch.Tensor]:
-    """Returns the counters after a round: their earlier values plus the sum of all ranks' counts
-    since then. A count of steps, which changes by the same amount in every step of every rank,
-    includes each step of the round once. A counter whose change equals the number of samples is
-    summed across ranks.
+    """Returns the counters after a round. The changes that all ranks made to a counter in the round
+    are added to its earlier value. The exception is a counter of steps, which changes by the same
+    amount in every step of every rank: each step of the round is counted once. A counter whose
+    change equals the number of samples is not a counter of steps.
 
     Args:
         before, now: int64 counters by name, at the round's beginning and end.

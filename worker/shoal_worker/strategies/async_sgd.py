@@ -83,6 +83,6 @@ class AsyncSGDOptimizer(ShardedOptimizer):
 
     @property
     def last_staleness(self) -> float:
-        """Staleness of the last push: the number of other workers' pushes that the servers applied
-        after this worker's pull and before its push. The maximum over all partitions."""
+        """Staleness of the last push (maximum over all partitions): the number of other workers'
+        pushes that the servers applied after this worker's pull and before its push."""
         return self._session.progress.staleness

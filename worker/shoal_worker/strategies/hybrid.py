@@ -125,8 +125,9 @@ class HybridShardedModel(ShardedModel):
 
     `data_parallel_strategy`: "ddp": each replica has all parameters, gradients and optimizer state.
     "zero1" shards the optimizer state across the replicas, "zero2" also the summed gradients, and
-    "fsdp" also the parameters. "fsdp" gathers the parameters for each pass: block by block, or in a
-    pipeline all stages of a rank together. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    "fsdp" also the parameters. "fsdp" gathers the parameters for each pass, either block by block
+    or, in a pipeline, for all stages of a rank together. (Rajbhandari et al., "ZeRO", SC 2020,
+    section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(

@@ -104,7 +104,7 @@ class LoaderSession(Protocol):
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
         resume, and in a joiner, other loaders determine their current iteration from this loop's
-        position. Raises `StopTraining`, including when early stopping ended this loop before a
+        position. Raises `StopTraining`, for example if early stopping ended this loop before a
         resume.
         """
         ...
@@ -333,7 +333,7 @@ class StepSource(Protocol):
     @property
     def step_samples(self) -> int:
         """Number of samples of the step handed out last, summed over all ranks. For a leased batch,
-        only this rank's samples."""
+        only this rank's samples are counted."""
         ...
 
     def steps_until(self, epoch: int) -> int | None:

@@ -141,7 +141,8 @@ class _Seen:
 
 
 def _look_at(pid: int, until: float) -> _Seen:
-    """Reads the stack of another process by the time `until`."""
+    """Reads the stack of another process. Gives up at the time `until` (a value of
+    time.monotonic())."""
     state = process_state(pid)
     if state.startswith(_STOPPED):
         what = "stopped" if state.startswith("T") else "stopped by a debugger"

@@ -143,7 +143,7 @@ class Member(Protocol):
         ...
 
     def has_left(self, member_id: str) -> bool:
-        """Returns whether a member of a generation has left or was evicted. Thread-safe."""
+        """Returns whether a member of a generation has left or has been evicted. Thread-safe."""
         ...
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:

@@ -197,7 +197,7 @@ class Membership:
         self._forming: Forming | None = None
         self._left = 0
         self._drained = False
-        """True if this process left while the other members continued."""
+        """True if this process has left while the other members continue."""
         self._events_read = ""
         self._departures: deque[str] = deque(maxlen=_DEPARTURES_REPORTED)
         self.waits = Waits()

@@ -111,9 +111,9 @@ class Outbox:
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
         """Returns whether a heartbeat must be sent immediately because others are waiting for it.
-        This is the case after this member has entered a generation, because the coordinator does
-        not request a step boundary before all members have entered, and after the last step of the
-        run."""
+        This is the case after the last step of the run, and after this member has entered a
+        generation, because the coordinator does not request a step boundary before all members have
+        entered."""
         return (said.generation, said.spare, said.last_step) != (
             self.generation,
             self.spare,

@@ -7,9 +7,9 @@
   whose outcome they do not know, or results of operations. This group is then abandoned, and the
   other ranks wait for the next one. The scripts of all members of an established generation have
   therefore received the same outcomes.
-- Only two kinds of ranks receive state from peers: joiners, and ranks whose peers have loaded a
-  checkpoint that they have not loaded. If a rank in doubt about a step learns that the step counts,
-  it applies the step itself.
+- Only two kinds of ranks receive state from peers: joiners, and ranks that have not loaded a
+  checkpoint that their peers have loaded. If a rank in doubt about a step learns that the step
+  counts, it applies the step itself.
 - A rank may be cut off while its peers take steps without it. When it meets its peers again, it
   leaves, and its process exits and is replaced, because its script is in an operation or a step
   that the peers have already finished.

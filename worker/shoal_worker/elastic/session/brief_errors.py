@@ -1,5 +1,5 @@
-"""Shortens Shoal's errors for users, to the error message and the lines of the script that led to
-it.
+"""Shortens Shoal's errors for users: only the error message and the lines of the script that led to
+it remain.
 
 Shoal's own lines do not help to find a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
 """

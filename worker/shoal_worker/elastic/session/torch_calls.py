@@ -93,10 +93,10 @@ class SurvivingGroup(PythonGroup):
     # --- rank and size
 
     def rank(self) -> int:
-        """Returns this process's rank in the last call since the last step, otherwise the current
-        rank. If the script is not at its peers' position, returns -1, so that the script does not
-        act as rank 0; torch's own code, which asks within its calls, gets the rank in a world of
-        one."""
+        """Returns this process's rank in the last call, if there has been one since the last step;
+        otherwise its current rank. If the script is not at its peers' position, returns -1, so that
+        the script does not act as rank 0; torch's own code, which asks within its calls, gets the
+        rank in a world of one."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -107,8 +107,8 @@ class SurvivingGroup(PythonGroup):
         return self._script_place()[0]
 
     def size(self) -> int:
-        """Returns the number of ranks that took part in the last call since the last step,
-        otherwise the current number."""
+        """Returns the number of ranks that took part in the last call, if there has been one since
+        the last step; otherwise the current number."""
         return self._script_place()[1]
 
     def _script_place(self) -> tuple[int, int]:

@@ -197,8 +197,8 @@ def _lacking(
     statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
     """Returns the ranks among `donors` that have finished fewer operations than rank `furthest`. If
-    `furthest` undoes its round, ranks that have already undone theirs lack nothing; only ranks that
-    have not reached the same step yet need the results."""
+    `furthest` undoes its round, ranks that have already undone their round lack nothing; only ranks
+    that have not reached the same step yet need the results."""
     if furthest is None:
         return ()
     most = statuses[furthest]

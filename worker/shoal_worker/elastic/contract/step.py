@@ -147,9 +147,9 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] |
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Indices of the first values in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
-"""Number of values in a step vote before the digests. The digests show whether the ranks agree in
-settings, in writes within passes and between steps, in evaluations, and in their scripts'
-positions."""
+"""Number of values in a step vote before the digests. The digests show whether the ranks have the
+same optimizer settings, have written the same values in passes and between steps, and have
+evaluated the same batches."""
 _DIGEST: Final = 4
 """Number of values that encode one digest: two digits and their squares."""
 _SETTINGS: Final = _OWN

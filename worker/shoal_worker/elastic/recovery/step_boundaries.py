@@ -292,9 +292,9 @@ class StepBoundaries:
         self._await_ranks(formation, source)
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
-        """Waits while no complete replica can be formed with this rank, unless no step follows. No
-        step follows if the received state is already the run's final state, so that this rank's
-        script finishes without a step."""
+        """Waits while this process is a spare. Also waits while there are too few ranks for a
+        replica, unless this rank's script must advance first, or `source` has no further step
+        because the received state is already the run's final state."""
         engine = self._held.engine
         while engine.idle or (
             engine.lacks_ranks

@@ -270,7 +270,7 @@ class Session:
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """Sets the function that returns the script's position while it waits for its peers; see
+        """Sets the function that returns the script's position during a wait for peers; see
         `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where

@@ -259,7 +259,7 @@ class CommittedState:
         return ScriptPosition(name, self._numbers[name], source.epoch, step, dealing)
 
     def place_in_epochs(self) -> Place:
-        """Returns the part of the script's position in its loops over epochs that is the same in a
+        """Returns the script's position in its loops over epochs, limited to what is the same in a
         resumed script and in a joiner."""
         inside = [
             source

@@ -209,8 +209,8 @@ class TrainingEngine(abc.ABC):
         within an operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """If only one rank of `channel` has some part of the state, copies that part to another
-        rank, so that no part is lost at the next failure. The copy is kept until the state is
+        """Copies parts of the state between ranks of `channel`, so that each part is on at least
+        two ranks if possible and survives the next failure. The copies are kept until the state is
         resharded. Must be called within an operation; on return, all ranks have their copies.
 
         `leaving`: ranks that are about to leave, so that their copies do not count.

@@ -25,6 +25,7 @@ from shoal_worker.checkpoint.files import begin, read_checkpoint, write_sharded
 from shoal_worker.checkpoint.manifest import CheckpointInfo, write_manifest
 from shoal_worker.checkpoint.shards import Shards
 from shoal_worker.checkpoint.writer import CheckpointWriter
+from shoal_worker.sharding.resharding import ShardedOptimizerState
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.tree import Run, StatePart
 from torch import nn
@@ -466,6 +467,32 @@ def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is
         )
     assert raised.value.failed_at is not None
     assert raised.value.failed_at <= time.time()
+
+
+@pytest.mark.parametrize("strategy", IN_PARTS)
+def test_a_save_does_not_assemble_the_optimizers_state_first(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assembled: list[str] = []
+    shard = ShardedOptimizerState.shard
+
+    def counted(self: Any, unit: Any, holding: Any, key: str, dtype: torch.dtype) -> torch.Tensor:
+        assembled.append(key)
+        return shard(self, unit, holding, key, dtype)
+
+    def rank() -> None:
+        model, optimizer, loader = make(strategy)
+        for x, y in loader:
+            model.train_step(x, y, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        assembled.clear()
+        shoal.save_checkpoint(tmp_path)
+
+    monkeypatch.setattr(ShardedOptimizerState, "shard", counted)
+    shoal.launch(rank, world_size=2)
+    assert assembled == []
+    assert read_checkpoint(tmp_path / "step-4").info.world_size == 2
 
 
 def test_whatever_keeps_a_rank_from_writing_its_shard_is_reported_at_once(tmp_path: Path) -> None:

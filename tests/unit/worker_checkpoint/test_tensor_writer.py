@@ -63,6 +63,11 @@ def test_tensors_that_take_many_blocks_are_unchanged(
     assert all(torch.equal(tensors[name], tensor) for name, tensor in load_file(path).items())
 
 
+def test_the_reserved_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="__metadata__"):
+        write_tensor_file(tmp_path / "file.safetensors", {"__metadata__": torch.ones(3)})
+
+
 def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     write_tensor_file(path, {"a": torch.ones(1000)})

@@ -3,7 +3,9 @@ is a stand-in."""
 
 from __future__ import annotations
 
+import re
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from shoal_common.errors import UnavailableError
 from shoal_worker.checkpoint.files import read_checkpoint
 from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.state import device_reader, digest
-from shoal_worker.state.device_reader import DeviceReader, HostCopies, bytes_in
+from shoal_worker.state.device_reader import DeviceReader, HostCopies, bytes_in, keep_fitting
 from shoal_worker.state.digest import digest_of, mixed_sum, state_digest
 from shoal_worker.state.tree import Snapshot
 from torch import nn
@@ -51,6 +53,36 @@ def state() -> dict[str, torch.Tensor]:
 # --- copies
 
 
+def test_memory_that_does_not_fit_is_freed_before_the_first_copy() -> None:
+    live = {"kept": torch.ones(10), "smaller": torch.ones(5), "other": torch.ones(7)}
+    memory = Snapshot.take(live).host_tensors
+    freed = {name: weakref.ref(tensor) for name, tensor in memory.items()}
+    left = keep_fitting(memory, {"kept": torch.ones(2, 5), "smaller": torch.ones(4)})
+    assert set(left) == {"kept"}
+    assert {name for name, tensor in freed.items() if tensor() is not None} == {"kept"}
+
+
+def test_a_copy_made_in_inference_mode_can_be_used_again_outside_of_it() -> None:
+    live = state()
+    with torch.inference_mode():
+        memory = Snapshot.take(live).host_tensors
+    assert state_digest(Snapshot.take(live, memory=memory).state()) == state_digest(live)
+
+
+def test_a_forked_process_does_not_share_the_pages_of_a_copy() -> None:
+    """If it did, the next copy would first duplicate them. "dc": proc(5), VmFlags."""
+    copy = Snapshot.take({"large": torch.ones(1 << 20)}).tensors["large"]
+    address = copy.data_ptr()
+    flags: list[str] = []
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(found[1], 16) <= address < int(found[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "dc" in flags
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_snapshot_uses_the_memory_of_an_earlier_one(
     on_device: bool, request: pytest.FixtureRequest
@@ -61,7 +93,8 @@ def test_a_snapshot_uses_the_memory_of_an_earlier_one(
     earlier = Snapshot.take(live)
     memory = {name: tensor.data_ptr() for name, tensor in earlier.tensors.items()}
     live["weights"] += 1
-    live["half"] = torch.ones(8, dtype=torch.bfloat16)  # a different shape
+    live["across"] = torch.randn(600)  # a different shape, but as many elements
+    live["half"] = torch.ones(8, dtype=torch.bfloat16)
     live["count"] = torch.tensor(4.0)  # a different dtype
     later = Snapshot.take(live, memory=earlier.host_tensors)
     assert state_digest(later.state()) == state_digest(live)

@@ -102,3 +102,41 @@ def test_state_of_numbers_and_tensors_of_any_shape_is_accepted() -> None:
 def test_a_process_by_itself_keeps_what_it_likes() -> None:
     assert train(remembering(deque), "ddp", {}) == 4
     shoal.shutdown()
+
+
+class TwoDtypes(torch.optim.SGD):
+    """An optimizer whose state of matrices has another dtype than its state of vectors."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["mean"] = torch.zeros_like(
+                    parameter, dtype=torch.bfloat16 if group["half"] else torch.float32
+                )
+        return result
+
+
+def two_dtypes(net: nn.Module) -> TwoDtypes:
+    parameters = list(net.parameters())
+    return TwoDtypes(
+        [
+            {"params": [p for p in parameters if p.dim() == 2], "half": True},
+            {"params": [p for p in parameters if p.dim() == 1], "half": False},
+        ],
+        0.1,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_a_state_with_several_dtypes_is_refused_if_it_is_sharded_as_one(strategy: str) -> None:
+    """It would be stored with one of the dtypes, and a resumed run would differ."""
+    with pytest.raises(
+        ConfigurationError,
+        match=r"'mean' as torch.bfloat16 for parameter '0.weight', but as torch.float32 for '0.b",
+    ) as refused:
+        shoal.launch(
+            lambda: train(two_dtypes, strategy, STRATEGIES[strategy]),
+            world_size=2,
+        )
+    assert refused.value.reason == "STATE_UNSUPPORTED"

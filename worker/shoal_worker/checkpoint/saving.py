@@ -236,6 +236,8 @@ class CheckpointSaver:
                 return True
 
             self._submit(session, write, what=what)
+        else:
+            self._memory = {}
 
     def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
         """Checks before a run's first save to a URL that the first rank can use the object storage
@@ -297,6 +299,10 @@ class CheckpointSaver:
         """Waits until no rank is saving, so that checkpoints can be read. Must be called on all
         ranks, within an operation."""
         in_company(channel, self._writer.done_within)
+
+    def free_memory(self) -> None:
+        """Frees the memory of the newest copy. The next save takes longer."""
+        self._memory = {}
 
     def give_up_incomplete(self, channel: Channel) -> None:
         """Waits for all shards that are still being written, and abandons a save with a missing
@@ -661,6 +667,7 @@ def load_newest(session: Session, place: Place) -> bool:
     def body(channel: Channel) -> bool:
         _check_alike(channel, "resume", place.named)
         saver.settle_together(channel)  # otherwise the newest checkpoint may not exist yet
+        saver.free_memory()  # before another copy of the state is read
         captured, found = on_first(channel, lambda: _read(session, place)) or (None, {})
         found = json.loads(channel.exchange(json.dumps(found).encode())[0])
         if found["error"] is not None:
@@ -681,6 +688,7 @@ def _go_back(session: Session, place: Place) -> str | None:
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
+        saver.free_memory()
         captured, found = on_first(channel, lambda: _read(session, place, run=session.run)) or (
             None,
             {},

@@ -43,7 +43,7 @@ from shoal_worker.checkpoint.manifest import (
     opened,
     write_tensors,
 )
-from shoal_worker.state.device_reader import HostCopies
+from shoal_worker.state.device_reader import HostCopies, keep_fitting
 from shoal_worker.state.digest import describe_values, part_digest
 from shoal_worker.state.serial import STORED_DTYPES, stored
 from shoal_worker.state.tree import Json, StatePart, flatten
@@ -93,25 +93,31 @@ class Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
         returns, even if copies from a device are still in progress. `frozen`: the frozen parameters
         of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. Tensors
-        are removed from it, and their memory is used again.
+        are removed from it, and their memory is used again or freed.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(part.state, outlines=True)
         copies = HostCopies()
-        memory = {} if memory is None else memory
         needed = {
             name: tensor
             for name, tensor in tensors.items()
             if name not in frozen.tensors or name in frozen.written
         }
+        pieces = {number: _pieces(needed, part, number) for number in part.shards}
+        wanted = {
+            _key(number, name): values
+            for number, own in pieces.items()
+            for name, (_, values) in own.items()
+        }
+        memory = keep_fitting({} if memory is None else memory, wanted)
         mine = {
             number: {
-                name: (begin, copies.of(values.reshape(-1), memory.pop(_key(number, name), None)))
-                for name, (begin, values) in _pieces(needed, part, number).items()
+                name: (begin, copies.of(values, memory.pop(_key(number, name), None)).reshape(-1))
+                for name, (begin, values) in own.items()
             }
-            for number in part.shards
+            for number, own in pieces.items()
         }
         copies.begun()
         outline = {

@@ -10,6 +10,7 @@ Format: https://huggingface.co/docs/safetensors, "Format".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from shoal_worker.state.serial import STORED_DTYPES
 _BLOCK: Final = 1 << 20
 _DROPPED_EVERY: Final = 32 << 20
 """Bytes after which the file is flushed to the disk and dropped from the page cache."""
+_METADATA: Final = "__metadata__"
 _ALIGNMENT: Final = 8
 """Alignment of the first tensor in a file, in bytes."""
 
@@ -40,7 +42,10 @@ def write_tensor_file(
 
     Raises:
         OSError: the disk is full or failing.
+        ValueError: a tensor has the name that the format reserves for metadata.
     """
+    if _METADATA in tensors:
+        raise ValueError(f"a tensor has the reserved name {_METADATA!r}")
     # In descending order of their elements' sizes, all tensors are aligned.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     with _Output(path) as output:
@@ -51,7 +56,7 @@ def write_tensor_file(
 
 
 def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> memoryview:
-    content: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    content: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -91,16 +96,18 @@ class _Output:
                 block = block[count:]
                 self._written += count
             if self._written - self._dropped >= _DROPPED_EVERY:
-                self._drop()
+                os.fdatasync(self._descriptor)
+                self._forget()
 
     def finish(self) -> dict[str, Any]:
         """Waits until the file is on the disk. Returns its size and digest."""
         os.fsync(self._descriptor)
-        self._drop()
+        self._forget()
         return {"bytes": self._written, "xxh3_64": self._digest.hexdigest()}
 
-    def _drop(self) -> None:
-        os.fdatasync(self._descriptor)
+    def _forget(self) -> None:
+        """Drops the data that is on the disk from the page cache."""
         length = self._written - self._dropped
-        os.posix_fadvise(self._descriptor, self._dropped, length, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # only a hint
+            os.posix_fadvise(self._descriptor, self._dropped, length, os.POSIX_FADV_DONTNEED)
         self._dropped = self._written

@@ -102,7 +102,6 @@ class Uploads:
         self._patience = patience
         self._report = report
         self._condition = threading.Condition()
-        self._thread: threading.Thread | None = None
         self._saves = 0
         """Number of calls to `changed`."""
         self._wanted = False
@@ -115,6 +114,9 @@ class Uploads:
         """Error of the last attempt; None after a success."""
         self._raised = False
         """True if `check` has raised the failure."""
+        # Begun here, because `changed` is called on a thread of lower priority, which the new
+        # thread and those of the storage's client would inherit.
+        threading.Thread(target=self._run, name=f"uploading to {url}", daemon=True).start()
 
     def changed(self, *, keep: int, fence: Callable[[], None]) -> None:
         """Starts uploading new checkpoints in the directory; returns immediately. `keep`, `fence`:
@@ -122,18 +124,13 @@ class Uploads:
         with self._condition:
             self._wanted, self._keep, self._fence = True, keep, fence
             self._saves += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"uploading to {self.url}", daemon=True
-                )
-                self._thread.start()
             self._condition.notify_all()
         self._show()
 
     def changed_again(self) -> None:
         """Starts uploading changes to the directory since the last save. Does nothing before the
         first save."""
-        if self._thread is not None:
+        if self._saves:
             self.changed(keep=self._keep, fence=self._fence)
 
     def check(self) -> None:

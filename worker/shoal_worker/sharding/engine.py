@@ -655,6 +655,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     def _gradients(self) -> CutGradients:
         return self._summed
 
+    @override
+    def check_optimizer_state(self) -> None:
+        super().check_optimizer_state()
+        self._held.check_dtypes()
+
     def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
         return [
             each

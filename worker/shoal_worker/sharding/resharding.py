@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeGuard
 
 import torch
+from shoal_common.errors import ConfigurationError
 from typing_extensions import override
 
 from shoal_worker.engine.state.holders import Claim, ShardHolders, newest_complete
@@ -63,6 +64,24 @@ class ShardedOptimizerState:
                     found[key] = value.dtype
         return dict(sorted(found.items()))
 
+    def check_dtypes(self, unit: Unit) -> None:
+        """Checks that an element state has the same dtype in all parameters of a unit, because it
+        is sharded as one vector. Otherwise raises ConfigurationError (STATE_UNSUPPORTED)."""
+        found: dict[str, tuple[torch.dtype, str]] = {}
+        for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True):
+            for key, value in self._of(piece).items():
+                if not is_cut(value, key, unit, piece.shape):
+                    continue
+                dtype, other = found.setdefault(key, (value.dtype, name))
+                if dtype != value.dtype:
+                    raise ConfigurationError(
+                        f"{type(self.optimizer).__name__} keeps {key!r} as {dtype} for parameter "
+                        f"{other!r}, but as {value.dtype} for {name!r}: parameters that are "
+                        "sharded together need one dtype; change the optimizer, or use "
+                        'strategy="ddp"',
+                        reason="STATE_UNSUPPORTED",
+                    )
+
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Returns an element state of an entire shard, as a flat tensor."""
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.placement.device)
@@ -75,8 +94,8 @@ class ShardedOptimizerState:
     def ranges(
         self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype
     ) -> list[tuple[int, torch.Tensor]]:
-        """Returns an element state of an entire shard without copying it: for each piece, the index
-        of its first element in the concatenated parameters, and its elements, flat."""
+        """Returns an element state of an entire shard without assembling it: for each piece, the
+        index of its first element in the concatenated parameters, and its elements, flat."""
         begins = [0, *itertools.accumulate(unit.layout.numels)]
         ranges = []
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
@@ -85,7 +104,7 @@ class ShardedOptimizerState:
             value = self._of(piece).get(key)
             if not is_cut(value, key, unit, piece.shape):
                 value = torch.zeros(cut.length, dtype=dtype, device=unit.placement.device)
-            ranges.append((begins[cut.parameter] + cut.start, value.reshape(-1)))
+            ranges.append((begins[cut.parameter] + cut.start, value.reshape(-1).to(dtype)))
         return ranges
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
@@ -387,6 +406,10 @@ class LiveVectors(Mapping[str, torch.Tensor]):
         return self.state.shard(self.unit, self.holding, name, self.dtypes[name])
 
     @override
+    def __contains__(self, name: object) -> bool:
+        return name == VALUES or name in self.dtypes  # without assembling the vector
+
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter((VALUES, *self.dtypes))
 
@@ -408,7 +431,8 @@ def hold(
     live: bool = False,
 ) -> RankShards:
     """Returns this rank's current shards. The parameters' values share memory with the units.
-    Element states are copies, or, if `live`, are read later, as `LiveVectors`."""
+    Element states are copies, or, if `live`, are read from the optimizer when needed
+    (`LiveVectors`)."""
     vectors: list[dict[int, Mapping[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):

@@ -209,6 +209,11 @@ class ShardedState(PartitionedState):
                 padded / whole,
             )
 
+    def check_dtypes(self) -> None:
+        """Calls `ShardedOptimizerState.check_dtypes` for all units."""
+        for unit in self.units:
+            self._state.check_dtypes(unit)
+
     def updated(self) -> None:
         """Moves optimizer state and mirrors back to the memory that stores them. Must be called
         after an optimizer step."""

@@ -192,7 +192,7 @@ def _runs(
 ) -> list[Run]:
     """Returns the ranges of one vector that belong to the shard at `position`. `outline`: the
     vector on the meta device."""
-    if name not in vectors and layout.whole_tensors:
+    if layout.whole_tensors and name not in vectors:
         return []  # no tensor in this shard has this element state
     if isinstance(vectors, LiveVectors) and name != VALUES:
         return [

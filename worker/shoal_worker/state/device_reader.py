@@ -15,13 +15,16 @@ on the training thread and completes them on any thread."""
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
 import torch
 
 _BLOCK_BYTES: Final = 16 << 20
+_OWN_PAGES: Final = 1 << 20
+"""Size in bytes from which a copy has pages of its own."""
 _SHARE_OF_ROOM: Final = 0.5
 """Fraction of the free device memory that copies may use."""
 
@@ -147,14 +150,11 @@ class HostCopies:
     def of(self, tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Returns a contiguous host tensor that will receive the current values of `tensor`. Must
         be called on the training thread. `memory`: result of an earlier call that is no longer
-        needed. It is returned again if it fits, because new memory costs several times as much as
-        the copy: the kernel has to find and clear its pages."""
+        needed, for a tensor with as many elements (`keep_fitting`). Its memory is used again,
+        because new memory costs several times as much as the copy: the kernel has to find and clear
+        its pages."""
         plain = tensor.detach().resolve_conj().resolve_neg()
-        if memory is not None and (memory.shape, memory.dtype) == (plain.shape, plain.dtype):
-            copy = memory
-        else:
-            del memory
-            copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+        copy = _new_memory(plain.shape, plain.dtype) if memory is None else memory.view(plain.shape)
         lane = self._lane(plain.device)
         if lane is None or not plain.numel():
             return copy.copy_(plain)
@@ -212,6 +212,32 @@ class HostCopies:
             self._lanes[device] = lane
             self._room[device] = int(lane.room() * _SHARE_OF_ROOM)
         return self._lanes[device]
+
+
+def keep_fitting(
+    memory: dict[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Removes tensors that cannot receive a copy of the tensors in `wanted` with the same names.
+    Must be called before the first copy, so that there is never more than one copy in memory.
+    Returns `memory`."""
+    for name, tensor in list(memory.items()):
+        then = wanted.get(name)
+        if then is None or (then.numel(), then.dtype) != (tensor.numel(), tensor.dtype):
+            del memory[name]
+    return memory
+
+
+def _new_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an uninitialized tensor in host memory. Forked processes, such as data workers, do
+    not get the pages of a large one. Otherwise, the next copy would first have to duplicate them
+    (copy on write)."""
+    with torch.inference_mode(False):  # a later copy may be made outside the script's
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes < _OWN_PAGES:
+            return torch.empty(shape, dtype=dtype)
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def bytes_in(tensor: torch.Tensor) -> torch.Tensor:

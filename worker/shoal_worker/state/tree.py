@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.state.device_reader import HostCopies
+from shoal_worker.state.device_reader import HostCopies, keep_fitting
 
 Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
@@ -494,18 +494,17 @@ class Snapshot:
         """Copies `state`, which may be modified as soon as this method returns, even if copies from
         a device are still in progress. `without`: names of tensors that are not copied. `memory`:
         `host_tensors` of an earlier snapshot that is no longer needed. Tensors are removed from it,
-        and their memory is used again.
+        and their memory is used again or freed.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(state)
         copies = HostCopies()
-        memory = {} if memory is None else memory
+        wanted = {name: tensor for name, tensor in tensors.items() if name not in without}
+        memory = keep_fitting({} if memory is None else memory, wanted)
         copied = {
-            name: copies.of(tensor, memory.pop(name, None))
-            for name, tensor in tensors.items()
-            if name not in without
+            name: copies.of(tensor, memory.pop(name, None)) for name, tensor in wanted.items()
         }
         copies.begun()
         return cls(structure, copied, copies)

@@ -99,7 +99,7 @@ class Traffic:
 
     acknowledged_bytes: int
     busy_s: float
-    """Time in seconds that the connection has had unsent or unacknowledged data."""
+    """Number of seconds during which the connection has had unsent or unacknowledged data."""
 
 
 class Handle:
@@ -282,9 +282,10 @@ class CommunicationBackend(abc.ABC):
         that can split groups then splits `whole` instead of connecting a new group."""
 
     def abort(self, reason: str) -> None:
-        """Aborts the group: pending and later collectives raise GroupEndedError(reason), here
-        immediately and soon on all peers. Callable from any thread; returns immediately. Later
-        calls do not change the reason. Does not release the group's resources; see `shutdown`."""
+        """Aborts the group: pending and later collectives raise GroupEndedError(reason),
+        immediately on this rank and soon on all peers. Callable from any thread; returns
+        immediately. Later calls do not change the reason. Does not release the group's resources;
+        see `shutdown`."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -298,9 +299,9 @@ class CommunicationBackend(abc.ABC):
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Waits for at most `within` until all ranks of the group have called this method, with no
-        pending work. Returns whether they have. If a rank does not hear from all others in time, it
-        returns False, although others may return True."""
+        """Waits for at most `within` until all ranks of the group have called this method and have
+        no pending work. Returns whether that is the case. A rank that does not hear from all others
+        in time returns False, although others may return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:

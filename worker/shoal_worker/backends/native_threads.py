@@ -127,7 +127,7 @@ def drop(references: list[object], *, when: threading.Event) -> None:
     """Clears the list `references`, which must hold the last references to its objects, on a new
     thread once `when` is set. Returns immediately.
 
-    Used for process groups, whose destructors join threads, which takes some 10 ms, or wait for
+    Used for process groups. Their destructors join threads, which takes about 10 ms, or wait for
     unfinished work.
     """
 

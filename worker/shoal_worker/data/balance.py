@@ -5,10 +5,9 @@ steps (`exchanges_after`) the ranks exchange these times. If they take the steps
 (local_sgd), they exchange them with the averages at the end of each round. From the times, all
 ranks compute the same shares: the numbers of micro-batches that let the slowest rank finish as
 early as possible. The shares apply until the generation ends; a new generation starts with equal
-shares. The samples of a
-step, and with `deterministic=True` its result, do not depend on the shares. Without
-`deterministic=True`, measured times would make the results of two runs differ in their last digits,
-so dealing by speed must be requested.
+shares. The shares do not affect the samples of a step or, with `deterministic=True`, its result.
+Without `deterministic=True`, measured times would make the results of two runs differ in their last
+digits, so dealing by speed must be requested.
 
 Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
 loss that is not a mean over samples would depend on the share's size. Micro-batches have the same

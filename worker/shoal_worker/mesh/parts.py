@@ -1,8 +1,8 @@
 """One model and its optimizer on this rank: the complete state at first, then this rank's part.
 
 The user's module remains the same object. Its layers are changed in place and get different
-parameters each time that a mesh is formed. The optimizer updates `pieces`: plain tensors that share
-the memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
+parameters each time a mesh is formed. The optimizer updates `pieces`: plain tensors that share the
+memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
 (`data_axis.py`). May be used only on the training thread.
 """
 

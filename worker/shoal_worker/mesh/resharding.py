@@ -1,9 +1,9 @@
 """Assembles a state that is split across ranks, one tensor at a time, on all ranks.
 
-The functions send messages to all ranks instead of using collectives along the axes. They are
-called after ranks have joined or left, when the parts are still split for the previous ranks, and
-in operations between steps, when the newest group may include ranks without any part. They are too
-slow for every step.
+The functions send messages to all ranks, because collectives along the axes cannot be used here:
+after ranks have joined or left, the parts are still split for the previous ranks, and in operations
+between steps, the newest group may include ranks without any part. Such messages would be too slow
+for every step.
 """
 
 from __future__ import annotations

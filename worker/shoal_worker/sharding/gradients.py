@@ -134,7 +134,7 @@ class CutGradients:
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the optimizer's gradients on this rank, for its own and mirrored
+        """Returns the norm of the optimizer's gradients on this rank, for its own and its mirrored
         shard."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 

@@ -238,9 +238,11 @@ of the step, a digest of them, and whether the stream ends there."""
 _ROWS: Final = 1 << 16
 """Maximum number of rows of a tensor, evenly spaced, that are included in a dataset's digest."""
 _STORED_ROWS: Final = 8
-"""The same for a Hugging Face dataset, whose rows may be large and are read from a file."""
+"""Maximum number of rows of a Hugging Face dataset, evenly spaced, that are included in its digest.
+Such rows may be large and are read from a file."""
 _STORED_ITEMS: Final = 256
-"""Maximum number of items of a list in such a row that are included."""
+"""Maximum number of items of a list in a row of a Hugging Face dataset that are included in the
+digest."""
 
 
 def identity_of(dataset: Any) -> str:

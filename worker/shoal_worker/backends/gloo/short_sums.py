@@ -82,8 +82,8 @@ class _Swap:
     source: socket.socket
     source_rank: int
     rows: int
-    """Number of ranks whose numbers are sent, beginning with this rank. The numbers of as many
-    ranks are received."""
+    """Number of ranks whose numbers are sent, beginning with this rank; also the number of ranks
+    whose numbers are received."""
 
 
 class ShortSums:

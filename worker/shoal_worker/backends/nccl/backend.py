@@ -231,7 +231,7 @@ class NCCLBackend(CommunicationBackend):
 
     def finalize(self) -> Callable[[], None]:
         """Implements `CommunicationBackend.finalize`. The host group remains open during the
-        finalization, because a rank may not know yet that all ranks leave."""
+        finalization, because a rank may not know yet that all ranks are leaving."""
         self._ending.finalize()
         return self._ending.wait
 

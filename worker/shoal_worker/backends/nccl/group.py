@@ -65,9 +65,9 @@ class DeviceWork(Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the device has written the result. `timeout` None or 0: the group's timeout.
-        Raises GroupEndedError if the group has ended, once none of its kernels is running.
-        Exceeding the timeout aborts the group."""
+        """Blocks until the device has written the result. A `timeout` of None or 0 means the
+        group's timeout. Raises GroupEndedError if the group has ended, once none of its kernels is
+        running. Exceeding the timeout aborts the group."""
         self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)

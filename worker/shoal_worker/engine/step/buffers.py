@@ -57,8 +57,9 @@ _WATCHED_SUMS: Final = 100
 
 class CommittedBuffers:
     """Buffers of a module and their committed values. Owned by the training thread. Buffers that
-    are averaged are called statistics; buffers of integers that are summed, counters. In flat
-    tensors, statistics come before counters."""
+    are averaged are called statistics, integer buffers that are summed are called counters, and
+    buffers that must change identically on all ranks are called exact. In flat tensors, statistics
+    come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
         """`kinds`: result of `find_extremes` for the module at `as_distributed`."""
@@ -448,8 +449,9 @@ class CommittedBuffers:
         return buffer is None or not same(buffer, committed)
 
     def report_writes(self, step: Step, writes: WrittenParameters) -> None:
-        """Adds digests of all writes to parameters and buffers to the step vote: writes in passes,
-        and writes between the previous step and this one. `writes`: the writes to parameters."""
+        """Adds two digests to the step vote: one of what the forward and backward passes have
+        written to parameters and exact buffers, and one of what the script has written to
+        parameters and buffers since the last commit. `writes`: the writes to parameters."""
         step.writes = joined(writes.digest(), self.exact_digest())
         step.written_between = joined(writes.between, self.between)
 

@@ -193,8 +193,8 @@ class CompressedReduction:
     # ---------------------------------------------------------------------------------------- state
 
     def commit(self) -> None:
-        """Commits the step: its compression errors become the residuals. Unfinished reductions are
-        abandoned."""
+        """Commits the step: its compression errors become the residuals, unless they are not
+        finite."""
         self._memory.commit()
 
     def rollback(self) -> None:

@@ -167,8 +167,8 @@ class Balance:
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
         """Starts timing a micro-batch, before it is fetched. Times only the two steps before an
-        exchange, because timing synchronizes the device. At the end of a round, the exchange does
-        not include the last step."""
+        exchange, because timing synchronizes the device. An exchange at the end of a round does not
+        include the round's last step (see `offer`)."""
         steps = step.steps_before + 1 + session.steps_alone
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(step)
         self._began = (time.monotonic(), session.waited_s) if timed else None

@@ -125,7 +125,8 @@ class Block:
         inputs and in attributes when the pass began, with torch's version counter of each
         tensor."""
         self.open = 0
-        """Number of forward passes through the module whose backward pass has not finished."""
+        """Number of forward passes through the module for which the backward pass has not
+        finished."""
         self.passes_gradients = False
         """True if a backward pass may run through the module: it has trained parameters, or inputs
         that require a gradient."""

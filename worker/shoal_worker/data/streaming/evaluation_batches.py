@@ -28,8 +28,8 @@ keys of a report are the numbers of the sources that the rank has read to the en
 
 
 class Part(NamedTuple):
-    """A rank's part of one source. If the batches that have not been computed yet are counted from
-    0, the part consists of the batches whose count modulo `sharing` is `place`."""
+    """A rank's part of one source. Among the batches that have not been computed yet, these are the
+    batches whose index modulo `sharing` is `place`."""
 
     source: int
     place: int

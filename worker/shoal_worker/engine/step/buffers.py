@@ -46,8 +46,8 @@ _MODULUS: Final = 4093
 """Prime modulo which changes are compared. Changes that differ by a multiple of it count as
 equal."""
 _TOLERANCE: Final = 1e-5
-"""Maximum variance across ranks of remainders that count as equal. If remainders differ, their
-variance is at least the smallest weight of a pass."""
+"""Remainders count as equal if their variance across ranks is at most this value. The variance of
+different remainders is at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
 """Largest change of a counter in a step. Up to this size, and with 4000 ranks, the error of the
 mean in float64 is less than a half."""

@@ -201,8 +201,8 @@ class Balance:
     def offer(self, step: DealtToRank, session: LoaderSession) -> None:
         """Offers this rank's times for an exchange at the end of the step's round, if ranks take
         the steps of a round alone. Called in each step, because only the engine knows which step
-        ends the round, and before the step's first micro-batch, so that all ranks offer even if
-        their scripts leave the loop over micro-batches early."""
+        ends the round. Called before the step's first micro-batch, so that all ranks offer their
+        times even if their scripts leave the loop over micro-batches early."""
         if self._deals(step):
             self._items = self._micro_batches(step)
         # The step that ends a round may have few samples, as the last one of an epoch.

@@ -25,7 +25,8 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas or, if there are none, number of ranks that share the batch."""
+    """Number of replicas or, if there are none, number of ranks among which the batch is
+    divided."""
     tensor: int
     pipeline: int
     samples: int

@@ -79,8 +79,9 @@ class CudaLane:
         return reached
 
     def room(self) -> int:
-        """Returns the driver's free memory plus torch's cached memory, minus the peak usage of a
-        step's passes, in bytes."""
+        """Returns the smaller of two sizes, in bytes: the device's free memory, including torch's
+        cached memory; and the device's total memory minus torch's peak usage, which later passes
+        may need again."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))

@@ -161,9 +161,9 @@ class CommunicationBackend(abc.ABC):
     same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
     returns a `Handle`, which is already complete unless `async_op` is True.
 
-    Collectives raise MembershipChanged if the group has failed or was aborted, PreconditionError if
-    the backend is not initialized, and InvalidRequestError for invalid arguments (before anything
-    is sent).
+    Collectives raise MembershipChanged if the group has failed or has been aborted,
+    PreconditionError if the backend is not initialized, and InvalidRequestError for invalid
+    arguments (before anything is sent).
     """
 
     name: ClassVar[str]
@@ -460,7 +460,7 @@ class CommunicationBackend(abc.ABC):
         self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
         """Sends `tensor` to one rank, which must call `recv` with the same tag. The peer must
-        receive blocking sends in the order of sending."""
+        receive blocking sends in the order in which they are issued."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)

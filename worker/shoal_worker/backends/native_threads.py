@@ -40,8 +40,8 @@ _Sample = dict[str, str]
 
 
 def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
-    """Blocks until `done` is set or none of Gloo's threads has run for 3 ms, at most for
-    `at_most_s` seconds."""
+    """Blocks until `done` is set, or until none of Gloo's threads has run in the last 3 ms. Waits
+    for at most `at_most_s` seconds."""
     deadline = time.monotonic() + at_most_s
     before: _Sample | None = None
     while not done.wait(_APART_S) and time.monotonic() < deadline:
@@ -52,8 +52,8 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
 
 
 def wait_until_still(at_most_s: float) -> None:
-    """Blocks until Gloo has no thread or none of them has run for 0.1 s, at most for `at_most_s`
-    seconds."""
+    """Blocks until Gloo has no threads, or until none of its threads has run in the last 0.1 s.
+    Waits for at most `at_most_s` seconds."""
     deadline = time.monotonic() + at_most_s
     now, before = _sample(), None
     while now != {} and (now is None or now != before) and time.monotonic() < deadline:

@@ -34,8 +34,8 @@ _EARLY_EXCHANGES: Final = (4, 8)
 """Numbers of steps after which there are additional exchanges, because a run starts with equal
 shares."""
 _LEAST_DIFFERENCE: Final = 1.15
-"""Minimum ratio between the times of the slowest and the fastest rank at which micro-batches are
-dealt by speed."""
+"""Dealing by speed begins only if the slowest rank's time is at least this multiple of the fastest
+rank's time."""
 _PARTS: Final = 1_000_000_000
 """Units per second, and per unit of relative speed, in exchanged numbers: times are sent as integer
 nanoseconds."""

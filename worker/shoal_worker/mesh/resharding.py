@@ -175,9 +175,10 @@ def copy_singles(
     blueprint_for: Callable[[Axes], Blueprint],
     leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies each part of the newest complete mesh that only one rank has to a second rank. Returns
-    the copies that this rank keeps, or None on all ranks if nothing has to be copied. Nothing is
-    copied if the mesh has a single replica, where every part exists only once.
+    """Finds the parts of the newest complete mesh that only one rank has, and copies each of them
+    to a second rank. Returns the copies that this rank keeps, or None on all ranks if nothing has
+    to be copied. Nothing is copied if the mesh has a single replica, where every part exists only
+    once.
 
     `held`: this rank's parts for all meshes. `leaving`: ranks about to leave; they keep no copies,
     and their data does not count.

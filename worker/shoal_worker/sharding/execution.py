@@ -285,7 +285,7 @@ class ShardedExecution:
             unit.finish_gathering()
 
     def free_all(self) -> None:
-        """Frees all gathered parameters, except those that remain unsharded between passes."""
+        """Frees all gathered parameters, except parameters that remain unsharded between passes."""
         self.pinned = False
         for unit in self.units:
             unit.free()

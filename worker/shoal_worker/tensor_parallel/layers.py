@@ -138,7 +138,7 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output consists of several concatenated parts, each of which is split
+    """A linear layer whose output consists of several concatenated parts. Each part is split
     separately. The weight has an additional dimension for the parts."""
 
     _shoal_context: ParallelContext

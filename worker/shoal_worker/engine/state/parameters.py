@@ -332,8 +332,8 @@ def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Loads a peer's buffers into the module, including those that state_dict omits. Skips buffers
-    with a different shape or dtype."""
+    """Loads a peer's buffers into the module, including buffers that state_dict omits. Skips
+    buffers with a different shape or dtype."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
 

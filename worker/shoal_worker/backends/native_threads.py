@@ -205,9 +205,9 @@ _before_waiting: Final[list[Callable[[], None]]] = []
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Registers a function that stops threads at the interpreter's exit. Regardless of when it is
-    registered, it runs after the exit handlers of this module's users, because a session that
-    leaves its job at exit still needs its group."""
+    """Registers a function that stops threads at the interpreter's exit. The function runs after
+    the exit handlers of this module's users, no matter when it is registered: a session that leaves
+    its job at exit still needs its group."""
     _before_waiting.append(call)
 
 

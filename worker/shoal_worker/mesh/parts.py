@@ -201,8 +201,9 @@ class ModelParts(PartitionedState):
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts for previous meshes, the newest first, until the next commit (several if forming a
-        mesh has failed repeatedly), and copies of data that only one other rank has."""
+        """Parts for previous meshes, the newest first, until the next commit; there are several if
+        forming a mesh has failed repeatedly. Also contains copies of data that only one other rank
+        has."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""

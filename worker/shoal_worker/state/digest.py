@@ -34,7 +34,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the tensor's elements as bytes, in row-major order. A contiguous CPU tensor is not
     copied: the view is writable and shares the tensor's memory. Other tensors are copied. The view
     does not use NumPy, because a tensor whose memory has been exposed to NumPy can no longer be
-    resized, which is needed for buffers whose size is determined later."""
+    resized. Buffers whose size is determined later must be resizable."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())

@@ -383,9 +383,9 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once about counters that change by the same amount on all ranks, so that the change
-        is added only once, although a sum across ranks may be intended. `steps`: elements whose
-        change is added once."""
+        """Warns once about counters that change by the same amount on all ranks. Such a change is
+        added only once, although a sum across ranks may be intended. `steps`: elements whose change
+        is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():

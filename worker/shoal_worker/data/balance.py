@@ -211,7 +211,8 @@ class Balance:
             session.offer_numbers(self._contribution(step, session))
 
     def round_ended(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
-        """Takes the sum of all ranks' offers in a committed step that has ended a round."""
+        """Processes the sum of all ranks' offers. Called when a step that ends a round has been
+        committed."""
         del self._timed[: self._offered]  # micro-batches of this step have not been offered yet
         if self._items:
             self._agree(summed, step, loader, self._items)

@@ -324,8 +324,8 @@ class Engine(TrainingEngine):
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
-        """Prepares for a read of the optimizer's parameter groups by a scheduler, a GradScaler or
-        the user."""
+        """Called before a scheduler, a GradScaler or the user reads the optimizer's parameter
+        groups."""
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool

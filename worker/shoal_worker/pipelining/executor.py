@@ -191,9 +191,9 @@ class ScheduleExecutor:
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
         """Starts checking whether all ranks were given batches of the same shapes, and whether any
-        rank has frozen or unfrozen parameters. If so, all ranks forget the known shapes. Returns a
-        function that waits for the result and applies it. Nothing may be sent to another stage
-        before that function has returned."""
+        rank has frozen or unfrozen parameters. If one has, all ranks forget the known shapes.
+        Returns a function that waits for the result and applies it. Nothing may be sent to another
+        stage before that function has returned."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )

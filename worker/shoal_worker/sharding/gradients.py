@@ -94,7 +94,7 @@ class CutGradients:
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
         """Returns this rank's part of the squared norm, as float64 numbers to be summed across
-        ranks. `counted`: units that this rank, but no other rank, counts."""
+        ranks. `counted`: units whose shards only this rank counts."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:

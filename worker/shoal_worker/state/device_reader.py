@@ -93,8 +93,8 @@ def lane_of(device: torch.device) -> Lane | None:
 
 
 class DeviceReader:
-    """Reads tensors of one device block by block. The computation of the tensors must be
-    complete."""
+    """Reads tensors of one device block by block. The device must already have computed the
+    tensors."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane

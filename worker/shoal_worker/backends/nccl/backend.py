@@ -62,7 +62,7 @@ class _HostGroup(GlooBackend):
 
 
 class NCCLBackend(CommunicationBackend):
-    """Backend over a separate `ProcessGroupNCCL`, for CUDA tensors."""
+    """Backend that uses a separate `ProcessGroupNCCL`, for CUDA tensors."""
 
     name: ClassVar[str] = "nccl"
     device_type: ClassVar[str] = "cuda"

@@ -261,8 +261,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """Runs the pass. `agree`: called before the first transfer from or to another stage; until
-        then, the first stage may already compute."""
+        """Runs the pass. `agree`: called before the first transfer from or to another stage. The
+        first stage may start computing before that call."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,

@@ -296,7 +296,7 @@ def _digest_of_rows(dataset: Any) -> str:
 
 
 def _without_floats(value: Any) -> object:
-    """Returns a stored value without its floating-point numbers, and without the folders of paths,
+    """Returns a stored value without its floating-point numbers, and without the folders in paths,
     which may differ between machines."""
     if isinstance(value, str):
         # text may contain slashes too, but paths hardly contain spaces or tags

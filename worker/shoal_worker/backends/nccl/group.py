@@ -128,8 +128,9 @@ class DeviceWork(Work):
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future of the output tensors, in the order of the device's streams. Unlike
-        `wait`, the future does not report that the group has ended."""
+        """Returns a future of the output tensors. Operations that its callbacks queue on the device
+        run after the collective. Unlike `wait`, the future does not report that the group has
+        ended."""
         return self._native.get_future()
 
     def source_rank(self) -> int:

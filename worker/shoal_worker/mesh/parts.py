@@ -116,8 +116,8 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context for applying a committed step. On exit, drops the step's gradients. Remembers
-        which parameters had one until the script clears the gradients."""
+        """Context for applying a committed step. On exit, drops the step's gradients. Until the
+        script clears the gradients, remembers which parameters had one."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained

@@ -99,7 +99,7 @@ class Traffic:
 
     acknowledged_bytes: int
     busy_s: float
-    """Time in seconds that the connection has had unsent or unacknowledged data."""
+    """Number of seconds during which the connection has had unsent or unacknowledged data."""
 
 
 class Handle:
@@ -161,9 +161,9 @@ class CommunicationBackend(abc.ABC):
     same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
     returns a `Handle`, which is already complete unless `async_op` is True.
 
-    Collectives raise MembershipChanged if the group has failed or was aborted, PreconditionError if
-    the backend is not initialized, and InvalidRequestError for invalid arguments (before anything
-    is sent).
+    Collectives raise MembershipChanged if the group has failed or has been aborted,
+    PreconditionError if the backend is not initialized, and InvalidRequestError for invalid
+    arguments (before anything is sent).
     """
 
     name: ClassVar[str]
@@ -282,9 +282,10 @@ class CommunicationBackend(abc.ABC):
         that can split groups then splits `whole` instead of connecting a new group."""
 
     def abort(self, reason: str) -> None:
-        """Aborts the group: pending and later collectives raise GroupEndedError(reason), here
-        immediately and soon on all peers. Callable from any thread; returns immediately. Later
-        calls do not change the reason. Does not release the group's resources; see `shutdown`."""
+        """Aborts the group: pending and later collectives raise GroupEndedError(reason),
+        immediately on this rank and soon on all peers. Callable from any thread; returns
+        immediately. Later calls do not change the reason. Does not release the group's resources;
+        see `shutdown`."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -298,9 +299,9 @@ class CommunicationBackend(abc.ABC):
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Waits for at most `within` until all ranks of the group have called this method, with no
-        pending work. Returns whether they have. If a rank does not hear from all others in time, it
-        returns False, although others may return True."""
+        """Waits for at most `within` until all ranks of the group have called this method and have
+        no pending work. Returns whether that is the case. A rank that does not hear from all others
+        in time returns False, although others may return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:
@@ -459,7 +460,7 @@ class CommunicationBackend(abc.ABC):
         self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
         """Sends `tensor` to one rank, which must call `recv` with the same tag. The peer must
-        receive blocking sends in the order of sending."""
+        receive blocking sends in the order in which they are issued."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)

@@ -207,7 +207,7 @@ def execute(calls: Sequence[Collective]) -> None:
     `calls`: the ranks' calls, in rank order; all must have the same signature.
 
     Raises UnmatchedCollectiveError if the size of a part differs from what its receiver expects,
-    and ValueError for an impossible op.
+    and ValueError if the op cannot reduce the values.
     """
     with torch.no_grad():
         _EXECUTIONS[calls[0].kind](calls)

@@ -40,8 +40,8 @@ _Sample = dict[str, str]
 
 
 def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
-    """Blocks until `done` is set or none of Gloo's threads has run for 3 ms, at most for
-    `at_most_s` seconds."""
+    """Blocks until `done` is set, or until none of Gloo's threads has run in the last 3 ms. Waits
+    for at most `at_most_s` seconds."""
     deadline = time.monotonic() + at_most_s
     before: _Sample | None = None
     while not done.wait(_APART_S) and time.monotonic() < deadline:
@@ -52,8 +52,8 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
 
 
 def wait_until_still(at_most_s: float) -> None:
-    """Blocks until Gloo has no thread or none of them has run for 0.1 s, at most for `at_most_s`
-    seconds."""
+    """Blocks until Gloo has no threads, or until none of its threads has run in the last 0.1 s.
+    Waits for at most `at_most_s` seconds."""
     deadline = time.monotonic() + at_most_s
     now, before = _sample(), None
     while now != {} and (now is None or now != before) and time.monotonic() < deadline:
@@ -127,7 +127,7 @@ def drop(references: list[object], *, when: threading.Event) -> None:
     """Clears the list `references`, which must hold the last references to its objects, on a new
     thread once `when` is set. Returns immediately.
 
-    Used for process groups, whose destructors join threads, which takes some 10 ms, or wait for
+    Used for process groups. Their destructors join threads, which takes about 10 ms, or wait for
     unfinished work.
     """
 
@@ -205,9 +205,9 @@ _before_waiting: Final[list[Callable[[], None]]] = []
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Registers a function that stops threads at the interpreter's exit. Regardless of when it is
-    registered, it runs after the exit handlers of this module's users, because a session that
-    leaves its job at exit still needs its group."""
+    """Registers a function that stops threads at the interpreter's exit. The function runs after
+    the exit handlers of this module's users, no matter when it is registered: a session that leaves
+    its job at exit still needs its group."""
     _before_waiting.append(call)
 
 

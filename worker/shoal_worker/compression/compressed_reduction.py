@@ -58,8 +58,8 @@ class Reduction:
         return self._result
 
     def abandon(self) -> None:
-        """Waits until no collective is in progress, and discards the result. Used if the step is
-        aborted, or if the script did not mean to take a step."""
+        """Waits until no collective is in progress, and discards the result. Used after a
+        collective of the step has failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -193,8 +193,8 @@ class CompressedReduction:
     # ---------------------------------------------------------------------------------------- state
 
     def commit(self) -> None:
-        """Commits the step: its compression errors become the residuals. Unfinished reductions are
-        abandoned."""
+        """Commits the step: its compression errors become the residuals, unless they are not
+        finite."""
         self._memory.commit()
 
     def rollback(self) -> None:
@@ -267,7 +267,7 @@ class CompressedReduction:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """Adds the residual to the bucket. Used if there is only one rank, where nothing is
+        """Adds the residual to the bucket. Used if there is only one rank, so that nothing is
         compressed."""
         yield from ()
         if self.compressor.error_feedback:

@@ -109,7 +109,7 @@ class BucketMemory:
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """Keeps those current warm starts that this step has not replaced with new proposals."""
+        """Keeps each current warm start unless this step has proposed a new one in its place."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 

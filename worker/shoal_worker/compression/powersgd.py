@@ -91,8 +91,8 @@ class PowerSGDCompressor(GradientCompressor):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Compresses this tensor alone, starting from a random Q: writes P and Q^T. A tensor for
-        which this would not save enough is copied."""
+        """Compresses this tensor alone, starting from a random Q: writes P and Q^T. If this would
+        not save enough, copies the tensor instead."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
         if sizes is None:

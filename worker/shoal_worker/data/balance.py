@@ -5,10 +5,9 @@ steps (`exchanges_after`) the ranks exchange these times. If they take the steps
 (local_sgd), they exchange them with the averages at the end of each round. From the times, all
 ranks compute the same shares: the numbers of micro-batches that let the slowest rank finish as
 early as possible. The shares apply until the generation ends; a new generation starts with equal
-shares. The samples of a
-step, and with `deterministic=True` its result, do not depend on the shares. Without
-`deterministic=True`, measured times would make the results of two runs differ in their last digits,
-so dealing by speed must be requested.
+shares. The shares do not affect the samples of a step or, with `deterministic=True`, its result.
+Without `deterministic=True`, measured times would make the results of two runs differ in their last
+digits, so dealing by speed must be requested.
 
 Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
 loss that is not a mean over samples would depend on the share's size. Micro-batches have the same
@@ -35,8 +34,8 @@ _EARLY_EXCHANGES: Final = (4, 8)
 """Numbers of steps after which there are additional exchanges, because a run starts with equal
 shares."""
 _LEAST_DIFFERENCE: Final = 1.15
-"""Minimum ratio between the times of the slowest and the fastest rank at which micro-batches are
-dealt by speed."""
+"""Dealing by speed begins only if the slowest rank's time is at least this multiple of the fastest
+rank's time."""
 _PARTS: Final = 1_000_000_000
 """Units per second, and per unit of relative speed, in exchanged numbers: times are sent as integer
 nanoseconds."""
@@ -168,8 +167,8 @@ class Balance:
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
         """Starts timing a micro-batch, before it is fetched. Times only the two steps before an
-        exchange, because timing synchronizes the device. At the end of a round, the exchange does
-        not include the last step."""
+        exchange, because timing synchronizes the device. An exchange at the end of a round does not
+        include the round's last step (see `offer`)."""
         steps = step.steps_before + 1 + session.steps_alone
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(step)
         self._began = (time.monotonic(), session.waited_s) if timed else None
@@ -202,8 +201,8 @@ class Balance:
     def offer(self, step: DealtToRank, session: LoaderSession) -> None:
         """Offers this rank's times for an exchange at the end of the step's round, if ranks take
         the steps of a round alone. Called in each step, because only the engine knows which step
-        ends the round, and before the step's first micro-batch, so that all ranks offer even if
-        their scripts leave the loop over micro-batches early."""
+        ends the round. Called before the step's first micro-batch, so that all ranks offer their
+        times even if their scripts leave the loop over micro-batches early."""
         if self._deals(step):
             self._items = self._micro_batches(step)
         # The step that ends a round may have few samples, as the last one of an epoch.
@@ -212,7 +211,8 @@ class Balance:
             session.offer_numbers(self._contribution(step, session))
 
     def round_ended(self, summed: Sequence[float], step: DealtToRank, loader: str) -> None:
-        """Takes the sum of all ranks' offers in a committed step that has ended a round."""
+        """Processes the sum of all ranks' offers. Called when a step that ends a round has been
+        committed."""
         del self._timed[: self._offered]  # micro-batches of this step have not been offered yet
         if self._items:
             self._agree(summed, step, loader, self._items)

@@ -180,8 +180,8 @@ class LoaderProgress:
         self._next_epoch = max(self._next_epoch, epoch + 1)
 
     def leave_epochs(self, epoch: int) -> None:
-        """Records that the script left the loop over epochs in `epoch`. A resumed run continues
-        with the rest of `epoch`, if any.
+        """Records that the script has left the loop over epochs during `epoch`. A resumed run
+        continues with the rest of `epoch`, if any.
         """
         if self.cursor.epoch == epoch:
             self._next_epoch = epoch

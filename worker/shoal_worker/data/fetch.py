@@ -267,9 +267,9 @@ def _begin_worker(number: int) -> None:
 
 
 def tie_to_parent(_worker: int) -> None:
-    """Makes the kernel kill this worker process when its parent dies, and ignores SIGINT, because
-    Ctrl-C reaches all processes in the terminal's foreground group, and the parent decides how to
-    handle it."""
+    """Makes the kernel kill this worker process when its parent dies. Also makes this process
+    ignore SIGINT: Ctrl-C reaches all processes in the terminal's foreground group, and the parent
+    decides how to handle it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)

@@ -400,7 +400,8 @@ class Iterations:
             self.acknowledge()
 
     def batches(self, source: StepSource) -> Generator[Any, None, str | None]:
-        """Yields the batches of one iteration."""
+        """Yields the batches of one iteration. If there are none, returns the reason, which becomes
+        the message of the StopIteration."""
         nothing = True
         for step in self.steps(source):
             nothing = False

@@ -163,8 +163,9 @@ class ElasticDataLoader:
                 They are seeded again for each batch, so that datasets, models and the loop may draw
                 from them. Must be the same on every rank.
             shuffle: True to use a new order in each epoch instead of the dataset's order. None:
-                True, or False for a stream, which has its own order. For a `ShardedStream`, True
-                shuffles the shards. No effect with `sampler` or `train=False`.
+                False for a stream, which has its own order, and True for other datasets. For a
+                `ShardedStream`, True shuffles the shards. No effect with `sampler` or
+                `train=False`.
             drop_last: True to omit the last step of an epoch if it is incomplete.
             sampler: draws the indices of each epoch, once per epoch, instead of `seed` and
                 `shuffle`. It must draw the same indices on every rank. To ensure this, the loader

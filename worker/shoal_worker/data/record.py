@@ -11,8 +11,8 @@ lines survive a SIGKILL. The audit tolerates an incomplete last line.
     {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}
         synchronous: this rank has committed the step
     {"kind": "finished", "loader", "generation", "epoch", "step", "known"}
-        leased: this member's push of batch `step` is acknowledged; known: the servers had it from
-        another member already
+        leased: this member's push of batch `step` has been acknowledged; known: the servers had
+        already received the batch's push from another member
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's
 order; empty for a stand-in batch. `begin` is the step's first position, and `index` is the number

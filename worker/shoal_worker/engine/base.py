@@ -56,10 +56,10 @@ T = TypeVar("T")
 class Setup:
     """Arguments for creating an engine.
 
-    Three of the arguments can be called like the model. `module` runs the user's forward pass and
-    nothing else. `call` is the same forward pass, compiled if torch.compile was used;
-    `Engine.forward` calls `call`. `model` is the public wrapper, which calls `Engine.forward`;
-    `Engine.train_step` calls `model`."""
+    Three of the arguments run the model when they are called. `module` is the user's module:
+    calling it runs the forward pass and nothing else. `call` runs the same forward pass, compiled
+    if torch.compile was used; `Engine.forward` calls it. `model` is the public wrapper around
+    `Engine.forward`; `Engine.train_step` calls it."""
 
     strategy: str
     """Name of the strategy. Used in errors and metadata."""
@@ -262,8 +262,8 @@ class Engine(TrainingEngine):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by name. If parameters are split across ranks, only this rank's
-        parts of them (`ShardedModel.local_shard`)."""
+        """This rank's parameters, by name (`ShardedModel.local_shard`). A parameter that is split
+        across ranks is represented by this rank's part of it."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -324,8 +324,8 @@ class Engine(TrainingEngine):
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
-        """Prepares for a read of the optimizer's parameter groups by a scheduler, a GradScaler or
-        the user."""
+        """Called before a scheduler, a GradScaler or the user reads the optimizer's parameter
+        groups."""
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool

@@ -205,15 +205,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._shown = False
         """True if a GradScaler may have inspected and unscaled the current step's gradients."""
         self._handed_out = 0.0
-        """Norm of this rank's gradients before a GradScaler could have changed them; 0 if no
-        GradScaler could have changed them.
+        """Norm of this rank's gradients before a GradScaler could change them; 0 if no GradScaler
+        has been able to change them.
         """
         self._skipped = False
         """True if a GradScaler found infinities in the gradients. The step then counts, but the
         parameters stay unchanged."""
         self._carried = False
-        """True if a backward pass of the current step found gradients of the last step, because the
-        script had not cleared them.
+        """True if a backward pass of the current step found gradients of the previous step, because
+        the script had not cleared them.
         """
         self._whereabouts = Whereabouts(self.strategy)
 
@@ -340,8 +340,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
-        """Checks that the gradients of the last step have been cleared; otherwise raises
-        PreconditionError. Plain torch would add this step's gradients to them, but here they no
+        """Raises PreconditionError if the gradients of the previous step have not been cleared.
+        Plain torch would add this step's gradients to them. This engine cannot, because they no
         longer exist after the update.
         """
         if self._carried:

@@ -2,8 +2,8 @@
 split and assembled.
 
 Everything is derived from shapes alone, so every rank derives the same placement, even for a mesh
-that it was never part of, such as one from before it joined. The module uses neither process groups
-nor the tensors' values.
+that it was never part of, such as a mesh from before it joined. The module uses neither process
+groups nor the tensors' values.
 """
 
 from __future__ import annotations
@@ -395,12 +395,12 @@ class MeshPlan:
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """Returns the first candidate for which the model can be split. If the candidates are sorted by
-    descending size, additional ranks never increase a rank's part of the model. Ranks that are left
-    over are spares.
+    """Returns the first candidate that `fits`: the model can be split on a mesh with these axes. If
+    the candidates are sorted by descending size, additional ranks never increase a rank's part of
+    the model. Ranks that are left over are spares.
 
     Raises:
-        ConfigurationError: the model cannot be split for any candidate."""
+        ConfigurationError: no candidate fits."""
     for axes in candidates:
         if fits(axes):
             return axes
@@ -447,8 +447,8 @@ def plan_along(
 
 
 class Layouts:
-    """Meshes for one model, or for several models that use the same mesh. The same on every
-    rank."""
+    """Meshes for one model, or for several models that use the same mesh. Every rank has an equal
+    `Layouts`."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan

@@ -1,8 +1,8 @@
 """One model and its optimizer on this rank: the complete state at first, then this rank's part.
 
 The user's module remains the same object. Its layers are changed in place and get different
-parameters each time that a mesh is formed. The optimizer updates `pieces`: plain tensors that share
-the memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
+parameters each time a mesh is formed. The optimizer updates `pieces`: plain tensors that share the
+memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
 (`data_axis.py`). May be used only on the training thread.
 """
 
@@ -116,8 +116,8 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Context for applying a committed step. On exit, drops the step's gradients. Remembers
-        which parameters had one until the script clears the gradients."""
+        """Context for applying a committed step. On exit, drops the step's gradients. Until the
+        script clears the gradients, remembers which parameters had one."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -201,8 +201,9 @@ class ModelParts(PartitionedState):
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts for previous meshes, the newest first, until the next commit (several if forming a
-        mesh has failed repeatedly), and copies of data that only one other rank has."""
+        """Parts for previous meshes, the newest first, until the next commit; there are several if
+        forming a mesh has failed repeatedly. Also contains copies of data that only one other rank
+        has."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""

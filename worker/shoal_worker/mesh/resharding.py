@@ -1,9 +1,9 @@
 """Assembles a state that is split across ranks, one tensor at a time, on all ranks.
 
-The functions send messages to all ranks instead of using collectives along the axes. They are
-called after ranks have joined or left, when the parts are still split for the previous ranks, and
-in operations between steps, when the newest group may include ranks without any part. They are too
-slow for every step.
+The functions send messages to all ranks, because collectives along the axes cannot be used here:
+after ranks have joined or left, the parts are still split for the previous ranks, and in operations
+between steps, the newest group may include ranks without any part. Such messages would be too slow
+for every step.
 """
 
 from __future__ import annotations
@@ -175,9 +175,10 @@ def copy_singles(
     blueprint_for: Callable[[Axes], Blueprint],
     leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies each part of the newest complete mesh that only one rank has to a second rank. Returns
-    the copies that this rank keeps, or None on all ranks if nothing has to be copied. Nothing is
-    copied if the mesh has a single replica, where every part exists only once.
+    """Finds the parts of the newest complete mesh that only one rank has, and copies each of them
+    to a second rank. Returns the copies that this rank keeps, or None on all ranks if nothing has
+    to be copied. Nothing is copied if the mesh has a single replica, where every part exists only
+    once.
 
     `held`: this rank's parts for all meshes. `leaving`: ranks about to leave; they keep no copies,
     and their data does not count.

@@ -1,5 +1,5 @@
 """A DeviceMesh and a process group with a unique name, which torch's tensor-parallel code uses for
-a part of a generation's group.
+part of a generation's group.
 
 torch finds groups by name in the process's single world, but a generation's groups are short-lived
 and do not belong to such a world. Tensor-parallel layers communicate in the middle of a forward or

@@ -191,7 +191,7 @@ class ScheduleExecutor:
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
         """Starts checking whether all ranks were given batches of the same shapes, and whether any
-        rank has frozen or unfrozen parameters, in which case all ranks forget the known shapes.
+        rank has frozen or unfrozen parameters. If one has, all ranks forget the known shapes.
         Returns a function that waits for the result and applies it. Nothing may be sent to another
         stage before that function has returned."""
         trainable = tuple(
@@ -261,8 +261,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """Runs the pass. `agree`: called before the first transfer from or to another stage; until
-        then, the first stage may already compute."""
+        """Runs the pass. `agree`: called before the first transfer from or to another stage. The
+        first stage may start computing before that call."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,

@@ -167,8 +167,8 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
 # ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
-"""Function that runs a part of the model's forward pass, its first argument, inside a wrapper and
-returns the result. Its second argument is True for the last part."""
+"""Function that runs part of the model's forward pass inside a wrapper and returns the result. Its
+first argument is a function that runs the part; its second argument is True for the last part."""
 
 
 def _as_it_is(run: Callable[[], Any], _: bool) -> Any:

@@ -57,7 +57,7 @@ def sum_shared(
         parameters: parameters of this rank, by name. A tied parameter may be under any of its
             names.
         links: connections to the pipeline's ranks.
-        here: for each shared parameter, whether any rank has a gradient of it.
+        here: for each shared parameter, whether any rank has a gradient for it.
     """
     for one, exists in zip(shared, here, strict=True):
         ranks = list(dict.fromkeys(rank_of[stage] for stage in one.stages))

@@ -59,7 +59,7 @@ class ScheduleKind:
     name: str
     torch_class: str
     stages_per_rank: int | None
-    """Number of stages on each rank required by the schedule; None: any number."""
+    """Number of stages that the schedule requires on each rank; None: any number."""
     v_shaped: bool = False
     """True if stages are assigned to ranks in a V (0 1 1 0) instead of round-robin (0 1 0 1)."""
 

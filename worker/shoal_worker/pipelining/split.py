@@ -157,7 +157,7 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the submodules of a Sequential, including those of nested Sequentials."""
+    """Yields the submodules of a Sequential, including the submodules of nested Sequentials."""
     for name, part in module._modules.items():
         # named_children() omits the second occurrence of a module
         if part is not None and _is_plain_sequential(part) and part._modules:
@@ -167,9 +167,9 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """Returns the name of the ModuleList with the most parameters, among those with at least two
-    entries, all of the same class. Among lists with the same number of parameters, the outermost is
-    chosen."""
+    """Returns the name of the ModuleList with the most parameters. Only lists with at least two
+    entries, all of the same class, are considered. Among lists with the same number of parameters,
+    the outermost is chosen."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
         for name, part in module.named_modules()
@@ -235,7 +235,7 @@ class StagePlan:
     modules: tuple[str, ...]
     """Names of the stage's submodules, in execution order."""
     parameters: int
-    """Number of parameter elements, including those shared with other stages."""
+    """Number of parameter elements, including elements shared with other stages."""
     parameter_bytes: int
 
 

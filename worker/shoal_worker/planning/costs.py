@@ -24,8 +24,8 @@ class Memory:
     """Temporary memory: gathered blocks, reductions in progress, and the copy from the start of a
     round. Includes the model's buffers."""
     activations: float | None = None
-    """Memory that autograd keeps for the backward pass; None: unknown, because there is no
-    example."""
+    """Memory that autograd keeps for the backward pass; None: unknown, because no example inputs
+    were given."""
 
     @property
     def held(self) -> float:

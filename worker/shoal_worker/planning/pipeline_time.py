@@ -1,5 +1,5 @@
-"""Simulates a pipeline's schedule to find a step's duration, the fraction of this time for which
-ranks wait, and the memory that ranks need."""
+"""Simulates a pipeline's schedule to find a step's duration, the fraction of this time that ranks
+spend waiting, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def play(
     latency: float = 0.0,
 ) -> tuple[float, float]:
     """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of this time for which ranks wait. `latency`: seconds that each action takes beyond its
-    computation."""
+    fraction of this time that ranks spend waiting. `latency`: seconds that each action takes beyond
+    its computation."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
         [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions

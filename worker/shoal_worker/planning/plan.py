@@ -25,7 +25,8 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas or, if there are none, number of ranks that share the batch."""
+    """Number of replicas or, if there are none, number of ranks among which the batch is
+    divided."""
     tensor: int
     pipeline: int
     samples: int
@@ -35,7 +36,7 @@ class PlannedStrategy:
     way."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
-    """Estimated time; None: unknown, because there is no example."""
+    """Estimated time; None: unknown, because no example inputs were given."""
     fits: bool
     reason: str
     """Reason why the strategy does not fit or is impossible; empty if it fits."""
@@ -48,8 +49,8 @@ class PlannedStrategy:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, averaged across ranks. Without an example, excludes
-        activations."""
+        """Bytes that a rank sends in a step, averaged across ranks. Without example inputs,
+        excludes activations."""
         return sent(self.traffic)
 
 
@@ -64,7 +65,7 @@ class Plan:
     optimizer: str
     world_size: int
     global_batch_size: int | None
-    """Number of samples in a step; None: unknown, because there is no example."""
+    """Number of samples in a step; None: unknown, because no example inputs were given."""
     device_memory: int | None
     """Bytes of memory on each rank; None: unlimited."""
     assumptions: Assumptions

@@ -207,8 +207,8 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Returns shards that include the largest one: only the first shard if parameters are split, or
-    all shards if entire tensors are assigned to ranks."""
+    """Returns positions of shards, one of which is the largest: only the first position if
+    parameters are split, or all positions if entire tensors are assigned to ranks."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 

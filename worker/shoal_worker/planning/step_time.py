@@ -67,7 +67,8 @@ class Estimate:
     computing: float
     """Seconds of computation, including the pipeline's bubble."""
     bubble: float
-    """Average fraction of the pipeline's time for which its ranks wait; 0 without a pipeline."""
+    """Average fraction of the pipeline's time that its ranks spend waiting; 0 without a
+    pipeline."""
 
 
 def estimate(

@@ -52,7 +52,7 @@ class Subject:
     optimizer: str
     """Name of the optimizer's class."""
     passes: Passes | None
-    """Measured passes; None if there is no example."""
+    """Measured passes; None if no example inputs were given."""
     buffer_bytes: int
     shared_buffer_elements: int
     """Number of elements of the buffers that the ranks synchronize in each step: statistics and

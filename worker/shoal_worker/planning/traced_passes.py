@@ -271,8 +271,8 @@ class _Recorder:
         """Number of counted operations that do not belong to either pass."""
         self._counter = counter
         self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
-        """Modules that recompute their activations, one of each kind and size, with its path,
-        original forward method, and arguments."""
+        """One module of each class and size that recomputes its activations: its path, original
+        forward method, and arguments."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
         """All tensors seen so far. They are kept alive, so that a new storage never gets the

@@ -296,7 +296,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     def _before_backward(self) -> None:
         """Prepares a backward pass before its first gradient is used. The forward pass may have
-        covered only a part of the module."""
+        covered only part of the module."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return

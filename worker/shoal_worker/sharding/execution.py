@@ -121,11 +121,11 @@ class Block:
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """Inputs of each forward pass in progress, and the tensors that were visible in the
-        inputs and in attributes when the pass began, with torch's version counter of each
-        tensor."""
+        """For each forward pass in progress: its inputs, and the tensors that were visible in the
+        inputs and in attributes when the pass began, each with torch's version counter."""
         self.open = 0
-        """Number of forward passes through the module whose backward pass has not finished."""
+        """Number of forward passes through the module for which the backward pass has not
+        finished."""
         self.passes_gradients = False
         """True if a backward pass may run through the module: it has trained parameters, or inputs
         that require a gradient."""
@@ -284,7 +284,7 @@ class ShardedExecution:
             unit.finish_gathering()
 
     def free_all(self) -> None:
-        """Frees all gathered parameters, except those that remain unsharded between passes."""
+        """Frees all gathered parameters, except parameters that remain unsharded between passes."""
         self.pinned = False
         for unit in self.units:
             unit.free()

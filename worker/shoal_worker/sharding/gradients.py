@@ -94,7 +94,7 @@ class CutGradients:
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
         """Returns this rank's part of the squared norm, as float64 numbers to be summed across
-        ranks. `counted`: units that this rank, but no other rank, counts."""
+        ranks. `counted`: units whose shards only this rank counts."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
@@ -134,7 +134,7 @@ class CutGradients:
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the optimizer's gradients on this rank, for its own and mirrored
+        """Returns the norm of the optimizer's gradients on this rank, for its own and its mirrored
         shard."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 

@@ -11,9 +11,9 @@ has one owner, and the pieces of all other ranks are empty. All shards are padde
 the longest one, so that the same collectives can be used.
 
 A `Division` defines the number of shards of a model, and which shards each rank has. Ranks that
-together have all shards form a replica. The ranks of a replica are consecutive, so a replica with
-as many ranks as a host has is on one host. With one replica, each shard is mirrored by a second
-rank. With several replicas, each shard has copies in the other replicas and is not mirrored.
+together have all shards form a replica. The ranks of a replica are consecutive, so a replica is on
+one host if its number of ranks equals the host's. With one replica, each shard is mirrored by a
+second rank. With several replicas, each shard has copies in the other replicas and is not mirrored.
 
 `runs` and the functions below it move elements from one division to another. "Position p of w"
 denotes shard p of a unit's w shards. Before the move, each old position is on one or more ranks:

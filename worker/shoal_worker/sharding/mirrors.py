@@ -104,7 +104,7 @@ class TravellingMirrors:
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
         """Moves all mirrors to host memory if required, and drops their gradients. `updated`: True
-        if the mirrors have been updated; every 16th of these calls checks the device's free memory,
+        if the mirrors have been updated. Every 16th such call checks the device's free memory,
         which takes 0.1 ms."""
         memory = self._memory
         if memory is None:

@@ -281,8 +281,8 @@ class Cut:
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""Marks a rank that has not sharded the state since it received it. Such a rank has the complete
-state, in an older version than any sharding of its peers."""
+"""Used by a rank that has the complete state and has not sharded it yet. If its peers have sharded
+the state, the rank's state is older than theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,8 +390,8 @@ element states."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveVectors(Mapping[str, torch.Tensor]):
-    """The vectors of one of this rank's shards. They show its current state: an element state is
-    copied only when it is read as a vector."""
+    """The vectors of one of this rank's shards, by name. They are read from the shard's current
+    state: an element state is not copied before it is requested."""
 
     unit: Unit
     holding: Holding

@@ -232,7 +232,7 @@ class ShardedState(PartitionedState):
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """Copies each shard that only one rank has to a second rank
+        """Finds the shards that only one rank has, and copies each of them to a second rank
         (`TrainingEngine.keep_two_copies`). `leaving`: ranks that are about to leave."""
         if self.cut is not None:
             try:

@@ -398,8 +398,8 @@ class Unit:
                 self._full.untyped_storage().resize_(0)
 
     def refuse_written(self) -> None:
-        """Raises ConfigurationError if a pass has written to the gathered parameters, because the
-        change would be lost, or has replaced the memory of a parameter."""
+        """Raises ConfigurationError if a pass has written to the gathered parameters or replaced
+        the memory of a parameter, because the change would be lost."""
         if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard

@@ -217,9 +217,9 @@ def copy_singles(
     channel: Channel,
     leaving: Collection[int],
 ) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard of the newest complete sharding that is on only one rank to a second rank.
-    Returns the ranks that have each shard, and the copies that this rank keeps, by unit and
-    position. Returns None on all ranks if nothing had to be copied.
+    """Finds the shards of the newest complete sharding that are on only one rank, and copies each
+    of them to a second rank. Returns the ranks that have each shard, and the copies that this rank
+    keeps, by unit and position. Returns None on all ranks if nothing had to be copied.
 
     `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Their shards do not
     count, and they do not keep copies.

@@ -82,8 +82,9 @@ class CudaLane:
         return reached
 
     def room(self) -> int:
-        """Returns the driver's free memory plus torch's cached memory, minus the peak usage of a
-        step's passes, in bytes."""
+        """Returns the smaller of two sizes, in bytes: the device's free memory, including torch's
+        cached memory; and the device's total memory minus torch's peak usage, which later passes
+        may need again."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
@@ -95,8 +96,8 @@ def lane_of(device: torch.device) -> Lane | None:
 
 
 class DeviceReader:
-    """Reads tensors of one device block by block. The computation of the tensors must be
-    complete."""
+    """Reads tensors of one device block by block. The device must already have computed the
+    tensors."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane

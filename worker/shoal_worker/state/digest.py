@@ -34,7 +34,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the tensor's elements as bytes, in row-major order. A contiguous CPU tensor is not
     copied: the view is writable and shares the tensor's memory. Other tensors are copied. The view
     does not use NumPy, because a tensor whose memory has been exposed to NumPy can no longer be
-    resized, which is needed for buffers whose size is determined later."""
+    resized. Buffers whose size is determined later must be resizable."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
@@ -238,9 +238,11 @@ of the step, a digest of them, and whether the stream ends there."""
 _ROWS: Final = 1 << 16
 """Maximum number of rows of a tensor, evenly spaced, that are included in a dataset's digest."""
 _STORED_ROWS: Final = 8
-"""The same for a Hugging Face dataset, whose rows may be large and are read from a file."""
+"""Maximum number of rows of a Hugging Face dataset, evenly spaced, that are included in its digest.
+Such rows may be large and are read from a file."""
 _STORED_ITEMS: Final = 256
-"""Maximum number of items of a list in such a row that are included."""
+"""Maximum number of items of a list in a row of a Hugging Face dataset that are included in the
+digest."""
 
 
 def identity_of(dataset: Any) -> str:
@@ -294,7 +296,7 @@ def _digest_of_rows(dataset: Any) -> str:
 
 
 def _without_floats(value: Any) -> object:
-    """Returns a stored value without its floating-point numbers, and without the folders of paths,
+    """Returns a stored value without its floating-point numbers, and without the folders in paths,
     which may differ between machines."""
     if isinstance(value, str):
         # text may contain slashes too, but paths hardly contain spaces or tags

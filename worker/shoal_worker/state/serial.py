@@ -120,7 +120,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     Raises:
         ConfigurationError: the file cannot be opened.
-        ShoalError: for a URL, as in `ObjectFolder`.
+        ShoalError: the object at a URL cannot be read; raised as by `ObjectFolder`.
         CorruptDataError: as in `load_tensors`; the message names the file.
     """
     try:
@@ -136,8 +136,8 @@ def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def write_file(path: str | Path, data: bytes) -> str | None:
-    """Writes a file, or an object at a URL, atomically. Returns None, or the text of the file
-    system's or object storage's error."""
+    """Writes a file, or an object at a URL, atomically. Returns None if the write has succeeded,
+    otherwise the text of the error."""
     if isinstance(path, str):
         try:
             write_object(path, data)

@@ -553,7 +553,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """One rank's part of a sharded state, for writing it as a part of a checkpoint.
+    """One rank's part of a sharded state, to be written to a checkpoint.
 
     A strategy arranges sharded tensors in flat vectors. In `state`, each such tensor is a view of a
     vector on the meta device. The runs in `shards` contain this rank's values; the views show which

@@ -8,7 +8,7 @@ values.
 
 Threads: any thread may call `watch` and `wake_all`. The subscription belongs to the listener
 thread; other threads reach the listener with a message to its inbox channel. The listener starts
-with the first wait, and stops some seconds after the last wait, or within LISTEN_TIMEOUT_S of
+with the first wait, and stops a few seconds after the last wait, or within LISTEN_TIMEOUT_S of
 `stop`.
 """
 

@@ -81,8 +81,8 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """Runs `run`, a part of a model's forward pass, within the model's region. Returns its result
-    with plain tensors.
+    """Runs `run`, a part of a model's forward pass, within the model's region. Returns the result,
+    with DTensors converted to plain tensors.
 
     `last`: True if `run` is the end of the pass; its logits may then remain split for a parallel
     loss. If the model is not split, `run` is called without a region.
@@ -138,7 +138,7 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output consists of several concatenated parts, each of which is split
+    """A linear layer whose output consists of several concatenated parts. Each part is split
     separately. The weight has an additional dimension for the parts."""
 
     _shoal_context: ParallelContext

@@ -2,7 +2,7 @@
 
 Two all-reduces of one or two numbers per token, in the forward pass only, replace an all-gather of
 `vocabulary` numbers per token. This is the method of Megatron-LM (Shoeybi et al. 2019, section 3),
-extended by torch's weight, ignore_index, reduction and label_smoothing.
+extended to support torch's weight, ignore_index, reduction and label_smoothing.
 """
 
 from __future__ import annotations

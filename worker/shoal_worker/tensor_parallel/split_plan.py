@@ -200,7 +200,7 @@ class TensorParallelPlan:
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
         """Collectives on activations in a step, for each tensor-parallel block. A transformer block
-        needs two in each direction.
+        needs two in the forward pass and two in the backward pass.
 
         In the backward pass, a block has no collective if its input does not need a gradient, and
         one more if it attends to a second input (cross-attention).

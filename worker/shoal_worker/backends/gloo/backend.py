@@ -41,7 +41,7 @@ from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_re
 
 
 class GlooBackend(CommunicationBackend):
-    """Backend over a separate Gloo group, for CPU tensors, and for CUDA tensors through host
+    """Backend that uses a separate Gloo group, for CPU tensors, and for CUDA tensors through host
     memory."""
 
     name: ClassVar[str] = "gloo"

@@ -188,8 +188,8 @@ def _as_process_group(
 
 
 class FormingGroup:
-    """Runs `connect_gloo` in a thread. The thread is not a daemon: if the interpreter exited while
-    a daemon was running, it would crash."""
+    """Runs `connect_gloo` in a thread. The thread is not a daemon thread, because the interpreter
+    would crash if it exited while such a thread was running."""
 
     def __init__(
         self,

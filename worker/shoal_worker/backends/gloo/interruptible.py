@@ -107,7 +107,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._works_ended = threading.Event()
         """Set once the group has been aborted and its pending works have ended."""
         self._lock = threading.Lock()
-        """Guards the reason, the unfinished works, and whether the group was shut down."""
+        """Guards the reason, the unfinished works, and whether the group has been shut down."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
         self._closer = weakref.finalize(self, formed.close)
         self.waiter = Waiter()
@@ -127,8 +127,8 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Aborts the group: later works, and pending works, here immediately and soon on the peers,
-        raise GroupEndedError(reason). Callable from any thread."""
+        """Aborts the group: pending and later works raise GroupEndedError(reason), immediately on
+        this rank and soon on the peers. Callable from any thread."""
         with self._lock:
             if self.reason is not None:
                 return

@@ -3,7 +3,7 @@
 Gloo itself runs collectives of such tensors: it copies them to pinned memory and back, on its own
 streams (ProcessGroupGloo.cpp, torch 2.13). A thread that waits for such a work makes its current
 stream wait for the copy back. Gloo's thread does the same with its own current stream before it
-reports the work as complete. Shoal's computations from the result may run in either thread.
+reports the work as complete. Shoal's computations on the result may run in either thread.
 `StreamOrder` runs them on the stream that the collective was issued on, and makes every waiting
 stream wait for them.
 

@@ -82,8 +82,8 @@ class _Swap:
     source: socket.socket
     source_rank: int
     rows: int
-    """Number of ranks whose numbers are sent, beginning with this rank. The numbers of as many
-    ranks are received."""
+    """Number of ranks whose numbers are sent, beginning with this rank; also the number of ranks
+    whose numbers are received."""
 
 
 class ShortSums:
@@ -328,9 +328,9 @@ class ShortSums:
 
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
-    """Sets the time limit of reads and writes of `connection`, which then raise BlockingIOError.
-    Python's own timeouts would poll before each read and write. If the script handles a signal in
-    the meantime, the kernel restarts the time limit."""
+    """Sets the time limit of reads and writes of `connection`. They raise BlockingIOError when it
+    expires. Python's own timeouts would poll before each read and write. If the script handles a
+    signal in the meantime, the kernel restarts the time limit."""
     connection.settimeout(None)
     seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

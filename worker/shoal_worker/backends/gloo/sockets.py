@@ -116,8 +116,8 @@ def listeners() -> dict[int, Listener]:
 
 
 class GroupSockets:
-    """Copies of one group's connections: those accepted by the group's listener, and those opened
-    to a peer's listener."""
+    """Copies of one group's connections: connections accepted by the group's listener, and
+    connections opened to a peer's listener."""
 
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []

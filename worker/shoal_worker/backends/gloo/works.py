@@ -115,7 +115,7 @@ class InterruptibleWork(Work):
         aborted."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result has arrived; `timeout` None or 0: without a limit. Raises
+        """Blocks until the result has arrived. A `timeout` of None or 0 means no limit. Raises
         GroupEndedError if the group has ended, and RuntimeError for other failures or after
         `timeout`."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
@@ -288,8 +288,9 @@ class Transfer(Work):
         """True once Gloo has completed the transfer."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the tensor has been sent or received. `timeout` None or 0: the group's
-        timeout. Raises GroupEndedError if the group has ended. A timeout also aborts the group."""
+        """Blocks until the tensor has been sent or received. A `timeout` of None or 0 means the
+        group's timeout. Raises GroupEndedError if the group has ended. A timeout also aborts the
+        group."""
         limit = timeout or self._group.timeout
         with self._group.waits.of(self._name):
             if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
@@ -457,7 +458,7 @@ class AllOf(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived. Raises the error of the first part that fails.
-        `timeout` None or 0: without a limit."""
+        A `timeout` of None or 0 means no limit."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         self._failed = True
         for part in self._parts:

@@ -105,7 +105,7 @@ class CollectiveWork(_InMemoryWork):
         self._room, self._meeting, self._rank, self._timeout = room, meeting, rank, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
+        """Blocks until the result has arrived. A `timeout` of None or 0 means the group's timeout.
 
         Raises GroupEndedError if the group has ended, or if this call aborts it because a rank did
         not issue the collective in time. Raises UnmatchedCollectiveError if the ranks' collectives

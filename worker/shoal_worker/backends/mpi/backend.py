@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """Backend for CPU tensors, with a separate communicator of MPI's world, or of a part of it.
+    """Backend for CPU tensors, with a separate communicator for MPI's world or for part of it.
 
     `abort` notifies the other ranks with a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
@@ -80,7 +80,7 @@ class MPIBackend(CommunicationBackend):
 
         world = _mpi().COMM_WORLD
         if self._members is not None:
-            # Creates a communicator of a part of MPI's world. MPI offers no deadline for this wait.
+            # Creates a communicator for part of MPI's world. MPI offers no deadline for this wait.
             part = world.Create_group(world.group.Incl(list(self._members)))
             _check_place(self.rank, self.world_size, part)
             self._group = MPIGroup(part, "mpi", timeout)

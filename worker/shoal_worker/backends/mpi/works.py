@@ -81,7 +81,7 @@ class MPIWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
+        """Blocks until the result has arrived. A `timeout` of None or 0 means the group's timeout.
 
         Raises GroupEndedError if the group has ended, or if this call aborts it after the timeout,
         and InvalidRequestError for a message that is longer than its destination.

@@ -62,7 +62,7 @@ class _HostGroup(GlooBackend):
 
 
 class NCCLBackend(CommunicationBackend):
-    """Backend over a separate `ProcessGroupNCCL`, for CUDA tensors."""
+    """Backend that uses a separate `ProcessGroupNCCL`, for CUDA tensors."""
 
     name: ClassVar[str] = "nccl"
     device_type: ClassVar[str] = "cuda"
@@ -231,7 +231,7 @@ class NCCLBackend(CommunicationBackend):
 
     def finalize(self) -> Callable[[], None]:
         """Implements `CommunicationBackend.finalize`. The host group remains open during the
-        finalization, because a rank may not know yet that all ranks leave."""
+        finalization, because a rank may not know yet that all ranks are leaving."""
         self._ending.finalize()
         return self._ending.wait
 

@@ -131,8 +131,8 @@ class Device(Protocol):
 
     @property
     def splits(self) -> bool:
-        """True if new groups should be split off existing ones and the library supports that. It is
-        the same on all ranks that have the same environment."""
+        """True if new groups should be split off existing ones and the library supports that. All
+        ranks with the same environment get the same result."""
         ...
 
     @property

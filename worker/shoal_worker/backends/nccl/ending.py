@@ -218,7 +218,7 @@ class Ending:
             try:
                 native.shutdown()
             except RuntimeError as error:
-                # The communicator may be half destroyed, so it must not be aborted any more. Its
+                # The communicator may be half-destroyed, so it must not be aborted any more. Its
                 # destructor would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(

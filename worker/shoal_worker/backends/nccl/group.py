@@ -65,9 +65,9 @@ class DeviceWork(Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the device has written the result. `timeout` None or 0: the group's timeout.
-        Raises GroupEndedError if the group has ended, once none of its kernels is running.
-        Exceeding the timeout aborts the group."""
+        """Blocks until the device has written the result. A `timeout` of None or 0 means the
+        group's timeout. Raises GroupEndedError if the group has ended, once none of its kernels is
+        running. Exceeding the timeout aborts the group."""
         self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)
@@ -128,8 +128,9 @@ class DeviceWork(Work):
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future of the output tensors, in the order of the device's streams. Unlike
-        `wait`, the future does not report that the group has ended."""
+        """Returns a future of the output tensors. Operations that its callbacks queue on the device
+        run after the collective. Unlike `wait`, the future does not report that the group has
+        ended."""
         return self._native.get_future()
 
     def source_rank(self) -> int:

@@ -42,12 +42,13 @@ class OrderedWork(Protocol):
 
 
 class OrderedWorks:
-    """Works of one group that the host has not checked yet, in the order of their execution on the
-    device."""
+    """Works of one group that the host has not checked yet, in the order in which the device
+    executes them."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
-        """`overdue`: function called with the work's name and the limit, on the watching thread,
-        when a work has not ended within the limit `allowed` after its predecessors."""
+        """`allowed`: time limit of a work, from the end of all earlier works. `overdue`: function
+        called on the watching thread, with the work's name and the limit, when a work exceeds its
+        limit."""
         self._allowed = allowed
         self._overdue = overdue
         self._lock = threading.Lock()

@@ -3,7 +3,7 @@ end of the stream.
 
 A batch belongs to one source: the stream, or a shard of a `ShardedStream`. If there are at least as
 many sources as ranks, each source is read by one rank. Otherwise several ranks read the same
-source, and each computes a part of its batches. A batch is the same on every rank, and its number
+source, and each computes part of its batches. A batch is the same on every rank, and its number
 encodes its location, so batches computed before a fault still count.
 """
 
@@ -23,13 +23,13 @@ _SHIFT: Final = 32
 """Number of low bits of a batch's number that contain its index in the source. The bits above them
 contain the number of the source."""
 _FIRST: Final = -1
-"""Key of the first item of the first source in a rank's report (`ended`). The other keys are the
-numbers of sources that the rank has read to the end."""
+"""Key under which a rank's report (`ended`) contains the first item of the first source. The other
+keys of a report are the numbers of the sources that the rank has read to the end."""
 
 
 class Part(NamedTuple):
-    """A rank's part of one source: of the batches still to be computed, numbered 0, 1, 2, ..., the
-    batches whose number modulo `sharing` is `place`."""
+    """A rank's part of one source. Among the batches that have not been computed yet, these are the
+    batches whose index modulo `sharing` is `place`."""
 
     source: int
     place: int

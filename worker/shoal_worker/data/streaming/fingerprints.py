@@ -4,8 +4,8 @@ iterated again, or on a different rank.
 A fingerprint covers an item's structure, strings, bytes, integers and booleans, and the dtype,
 shape and integers of tensors and arrays. It covers only the head and the length of long values.
 Floating-point numbers are excluded, because machines round them differently. Mapping entries whose
-names begin with two underscores, except `__key__`, are excluded as well, such as webdataset's
-`__url__`, because the same shard may have a different path on each machine. Objects of other types
+names begin with two underscores are excluded as well, except `__key__`: for example, webdataset's
+`__url__` contains the shard's path, which may differ between machines. Objects of other types
 contribute only their type.
 
 `Probe` determines whether an item's floating-point numbers are nearly the same on all ranks.

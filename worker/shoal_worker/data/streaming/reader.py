@@ -57,8 +57,8 @@ class Mark:
 
 
 class Reader(abc.ABC):
-    """Reads a source from a mark on, in this process or in a data worker, and keeps the items until
-    they are dropped."""
+    """Reads a source, starting at a mark, in this process or in a data worker, and keeps the items
+    until they are dropped."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position

@@ -51,7 +51,7 @@ class Claim(Generic[Place]):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """Plan to copy a shard that only one rank has to another rank."""
+    """Plan to copy a shard to another rank, because only one rank has it."""
 
     place: Place
     sender: int
@@ -151,8 +151,8 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses, among ranks that can all send the same data, the rank that has sent the least so
-    far."""
+    """Chooses a sender among ranks that can all send the same data: the rank that has sent the
+    least so far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()

@@ -226,9 +226,8 @@ def _is_unset(module: nn.Module, key: str) -> bool:
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
     """Loads a state that fits the module, or some of its entries. The module's hooks run as in
-    torch's own `load_state_dict`. `listed`: True if the values come from `state_dict()`, in which
-    case loading hooks reverse the changes that saving hooks made; False if they come from
-    `captured`."""
+    torch's own `load_state_dict`. `listed`: True if the values come from `state_dict()`; loading
+    hooks then reverse the changes that saving hooks made. False if they come from `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
@@ -245,8 +244,8 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields the buffers for which memory must be allocated before their value in `values` can be
-    loaded, as (owner, name, value)."""
+    """Yields (owner, name, value) for each buffer that needs memory before its value in `values`
+    can be loaded."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

@@ -11,9 +11,9 @@ import torch
 from shoal_worker.state.fits import ELEMENTWISE
 
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names of state entries of torch.optim's optimizers with one number per parameter. For a parameter
-without dimensions (a temperature, a scale), moments have the same shape as such a number, and
-differ only by name."""
+"""Names of the entries that contain one number per parameter in the state of torch.optim's
+optimizers. For a parameter without dimensions (a temperature, a scale), moments have the same shape
+as such a number, and differ only by name."""
 
 _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
 """Optimizers of torch.optim that create their moments in the parameter's dtype."""

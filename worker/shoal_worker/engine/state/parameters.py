@@ -104,9 +104,8 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_shaped(module: nn.Module) -> None:
-    """Checks that all parameters and buffers of the module have a shape; otherwise raises
-    ConfigurationError. Lazy parameters and buffers get their shapes only in the first forward
-    pass."""
+    """Raises ConfigurationError if the module has lazy parameters or buffers, because they get
+    their shapes only in the first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             "the model has lazy parameters or buffers without a shape: run one batch through it "
@@ -115,9 +114,8 @@ def check_shaped(module: nn.Module) -> None:
 
 
 def check_unquantized(module: nn.Module) -> None:
-    """Checks that bitsandbytes has not quantized a parameter of the module; otherwise raises
-    ConfigurationError. Such a parameter keeps some of its values in attributes of the Python
-    object."""
+    """Raises ConfigurationError if bitsandbytes has quantized a parameter of the module, because
+    some values of such a parameter are stored in attributes of the Python object."""
     for name, parameter in module.named_parameters():
         kind = type(parameter)
         if any(one.__module__.partition(".")[0] == "bitsandbytes" for one in kind.__mro__):
@@ -132,8 +130,8 @@ def check_unquantized(module: nn.Module) -> None:
 
 
 def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
-    """Checks that no two parameters, and no parameter and buffer, share memory if one of them is
-    trained; otherwise raises ConfigurationError.
+    """Raises ConfigurationError if two parameters, or a parameter and a buffer, share memory and at
+    least one of the two is trained.
 
     Strategies move each parameter to separate memory, which would split a shared tensor in two.
     `kept`: True if the strategy leaves parameters where they are. Two parameters may then share
@@ -334,8 +332,8 @@ def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Loads a peer's buffers into the module, including those that state_dict omits. Skips buffers
-    with a different shape or dtype."""
+    """Loads a peer's buffers into the module, including buffers that state_dict omits. Skips
+    buffers with a different shape or dtype."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
 

@@ -46,8 +46,8 @@ _MODULUS: Final = 4093
 """Prime modulo which changes are compared. Changes that differ by a multiple of it count as
 equal."""
 _TOLERANCE: Final = 1e-5
-"""Maximum variance across ranks of remainders that count as equal. If remainders differ, their
-variance is at least the smallest weight of a pass."""
+"""Remainders count as equal if their variance across ranks is at most this value. The variance of
+different remainders is at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
 """Largest change of a counter in a step. Up to this size, and with 4000 ranks, the error of the
 mean in float64 is less than a half."""
@@ -57,8 +57,9 @@ _WATCHED_SUMS: Final = 100
 
 class CommittedBuffers:
     """Buffers of a module and their committed values. Owned by the training thread. Buffers that
-    are averaged are called statistics; buffers of integers that are summed, counters. In flat
-    tensors, statistics come before counters."""
+    are averaged are called statistics, integer buffers that are summed are called counters, and
+    buffers that must change identically on all ranks are called exact. In flat tensors, statistics
+    come before counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
         """`kinds`: result of `find_extremes` for the module at `as_distributed`."""
@@ -382,9 +383,9 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once about counters that change by the same amount on all ranks, so that the change
-        is added only once, although a sum across ranks may be intended. `steps`: elements whose
-        change is added once."""
+        """Warns once about counters that change by the same amount on all ranks. Such a change is
+        added only once, although a sum across ranks may be intended. `steps`: elements whose change
+        is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
@@ -448,8 +449,9 @@ class CommittedBuffers:
         return buffer is None or not same(buffer, committed)
 
     def report_writes(self, step: Step, writes: WrittenParameters) -> None:
-        """Adds digests of all writes to parameters and buffers to the step vote: writes in passes,
-        and writes between the previous step and this one. `writes`: the writes to parameters."""
+        """Adds two digests to the step vote: one of what the forward and backward passes have
+        written to parameters and exact buffers, and one of what the script has written to
+        parameters and buffers since the last commit. `writes`: the writes to parameters."""
         step.writes = joined(writes.digest(), self.exact_digest())
         step.written_between = joined(writes.between, self.between)
 

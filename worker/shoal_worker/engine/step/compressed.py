@@ -104,8 +104,8 @@ class GradientCompression:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
-        """Adds the residuals of earlier steps to the gradients of a bucket. Used in a world of one,
-        where gradients are neither compressed nor sent."""
+        """Adds the residuals of earlier steps to the gradients of a bucket. Used if there is only
+        one rank, so that gradients are neither compressed nor sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -128,7 +128,7 @@ class GradientCompression:
     # ---------------------------------------------------------------------------------------- steps
 
     def step_begins(self) -> None:
-        """Begins a step: discards residuals that an earlier step proposed and did not commit."""
+        """Begins a step: discards residuals proposed by an earlier step that was not committed."""
         self._reduction.rollback()
 
     def commit(self, *, unusable: bool = False) -> None:

@@ -17,10 +17,10 @@ from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:
-    """Returns whether a step is in progress before its commit all-reduce. In such a step, it
-    suffices to order later computation after a collective, without waiting on the host: the commit
-    all-reduce first waits for all collectives (`Group.settle`), and the results are kept only if
-    all have succeeded."""
+    """Returns whether a step is in progress whose commit all-reduce has not completed. In such a
+    step, it suffices to order later computation after a collective, without waiting on the host:
+    before the commit all-reduce, the rank waits for all collectives (`Group.settle`), and the
+    results are kept only if all have succeeded."""
     step = session.step
     return step is not None and step.control is None
 
@@ -74,8 +74,8 @@ class LosingStep:
 def await_reductions(
     session: StrategySession, works: Sequence[tuple[Group, dist.Work]], step: Step | None
 ) -> bool:
-    """Waits for all reductions of `step`, even if one fails, because none may still write to memory
-    when the step is repeated. Returns True if the step has not failed; all sums are then
+    """Waits for all reductions of `step`, even if one fails, so that none is still writing to
+    memory when the step is repeated. Returns True if the step has not failed; all sums are then
     available."""
     for group, work in works:
         with LosingStep(session):

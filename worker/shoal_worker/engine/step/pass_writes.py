@@ -73,7 +73,7 @@ class WrittenParameters:
         self._watched: set[int] = set()
         """Indices of parameters known to be written."""
         self._written: list[int] = []
-        """Indices of parameters that were written in this step, as soon as they have been
+        """Indices of parameters that were written in this step; empty until they have been
         determined."""
         self._updating = False
         """True if an optimizer changes parameters within the step. `_written` then lists the

@@ -66,8 +66,8 @@ def _one_number(loss: Any) -> torch.Tensor:
 
 
 def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
-    """Checks that the step's result does not depend on the number of ranks if `deterministic=True`;
-    otherwise raises ConfigurationError."""
+    """Raises ConfigurationError if the configuration has `deterministic=True`, but the step's
+    result depends on the number of ranks."""
     if config.deterministic and not step.in_micro_batches:
         raise ConfigurationError(
             "deterministic=True needs micro-batches, whose results do not depend on the number "

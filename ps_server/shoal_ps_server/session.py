@@ -59,13 +59,14 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Reason of the error that a different process has this server's place. That process may have died
-without the coordinator noticing. If this process was registered before, the other process may have
-taken over while this one was cut off."""
+"""Reason code of the error that is raised if a different process has this server's place. The
+coordinator may not have noticed yet that the other process has died. If this process was registered
+before, the other process may have taken over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""Maximum time for the members of a run that the coordinator has lost to return and continue it."""
+"""If the coordinator has lost its record of a run, maximum time for the run's members to return and
+continue it."""
 
 
 class AnotherRunError(PreconditionError):

@@ -70,8 +70,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""Time in seconds that the loop gathers members arriving in a rush: ten times the processor time of
-a commit. In a throng, four times as long."""
+"""Time, in seconds, for which the loop gathers joins while members arrive in a rush: ten times the
+processor time of a commit. In a throng, it gathers them four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
@@ -293,7 +293,8 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for more arrivals until an event of a different kind is queued."""
+        """Waits for further arrivals for `_gather_s`, or until an event of a different kind is
+        queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()

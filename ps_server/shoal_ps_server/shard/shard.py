@@ -88,7 +88,7 @@ class Restoration:
     rows: Rows
     """Validated rows (`Shard.prepared`), which will become the bucket's own."""
     payload: memoryview
-    """The file that the rows were read from."""
+    """Contents of the file that the rows were read from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,9 +116,9 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced. It must not be replaced while some
-    members have yet to adopt it: members that have adopted it would wait in vain for members that
-    skip it."""
+    """Returns whether the newest generation may be replaced: once all or (for a BORDER generation)
+    none of its members have adopted it, or after Policy.boundary_patience_ms. If it is replaced
+    while only some have adopted it, these wait in vain for the members that skip it."""
     generation = draft.generation
     if (
         generation is None

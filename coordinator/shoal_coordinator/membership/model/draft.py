@@ -456,7 +456,8 @@ class Draft:
 
 
 _RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
-"""Fields that a new run resets to their defaults, in addition to the mappings."""
+"""Fields that `begin_run` takes from the new run's initial state. It empties the other fields, the
+mappings, separately."""
 _HEADER = tuple(
     item.name
     for item in fields(JobState)

@@ -76,8 +76,8 @@ class BulkServer:
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
         """`most_strangers`: maximum number of connections per transport that have not presented a
-        ticket; a new one then replaces the oldest. `idle_limit`: maximum time without progress of a
-        peer in an open stream."""
+        ticket; a new one then replaces the oldest. `idle_limit`: maximum time that a peer may make
+        no progress in an open stream."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics

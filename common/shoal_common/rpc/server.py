@@ -60,8 +60,8 @@ class ServerSettings:
     """Accepted tokens with their roles. An open table allows every caller to do everything."""
 
     insecure: bool = False
-    """True to allow a `listen` address that other machines can reach without TLS or without
-    tokens."""
+    """True to allow a `listen` address that other machines can reach even if TLS or tokens are not
+    configured."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
     """Maximum time that calls in progress may take once a shutdown has begun."""

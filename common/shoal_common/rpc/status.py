@@ -118,7 +118,7 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Returns whether an error means that memory could not be allocated: a MemoryError, or a
-    RuntimeError of torch, which can be recognized only by its text."""
+    RuntimeError from torch, which can be recognized only by its text."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -258,8 +258,8 @@ class Rows:
 
     def _evict(self, step: int) -> None:
         """Evicts rows that are too old and, if there are too many rows, the least recently updated
-        ones. The result depends only on `step` and on each row's last update, so repeating an
-        update evicts the same rows."""
+        ones. The result depends only on `step` and on the ids and last updates of the rows, so
+        repeating an update evicts the same rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)

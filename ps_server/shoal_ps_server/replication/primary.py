@@ -77,8 +77,8 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record whose effect has been called, or drops it if the partition will be copied
-        later. Implements `Follower.made`."""
+        """Queues a record whose effect has been called, or drops it if the record's partition will
+        be copied later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a leaving partition need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)

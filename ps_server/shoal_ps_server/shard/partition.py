@@ -192,9 +192,9 @@ class Partition:
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns whether a push has already been applied, either as the same push of its member or
-        as another member's push of the same batch. Returns False if the push is the member's next
-        one.
+        """Returns whether a push must not be applied, because its member has already sent it, or
+        because its batch has already been pushed to this partition. Pending pushes count too. If
+        False, the push is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """

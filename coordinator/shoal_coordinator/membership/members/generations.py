@@ -157,8 +157,8 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _notify_unplaced(draft: Draft) -> None:
-    """Notifies members that have just begun to wait of the reason. If the reason has changed,
-    notifies all ready members."""
+    """Tells members that have just begun to wait why they are waiting. If the reason has changed,
+    tells all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,

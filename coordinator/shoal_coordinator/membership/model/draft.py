@@ -131,8 +131,7 @@ class Draft:
         """Reasons why the newest generation, or an older one that members are still working in,
         cannot continue; empty if it can."""
         self.unplaced: dict[str, None] = {}
-        """Members that are notified why they are waiting, unless this transition gives them a
-        rank."""
+        """Members to be told why they are waiting, unless this transition gives them a rank."""
         self.effects: list[Effect] = []
         self.records: list[Record] = []
         self.reasons: list[str] = []

@@ -83,7 +83,7 @@ class Restoration:
 
     spec: PartitionSpec
     number: int
-    """Value of RowsHeader.restoration."""
+    """Number of the request (RowsHeader.restoration), by which a retry is recognized."""
     version: int
     rows: Rows
     """Validated rows (`Shard.prepared`), which will become the bucket's own."""

@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhas
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are
-notified again of the reason for their wait."""
+"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are told
+again why they are waiting."""
 
 
 def generation_due(draft: Draft) -> None:

@@ -175,7 +175,8 @@ class Departure:
     """Record of a former member."""
 
     ending: str
-    """Value of events.Ending or events.LeaveReason."""
+    """How the coordinator learned that the process had ended (a value of events.Ending), or why the
+    member left (a value of events.LeaveReason)."""
     unix_ms: int
     rank: int = -1
     """The member's rank if it was in the newest generation when it left; otherwise -1."""

@@ -89,7 +89,7 @@ class BulkServer:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
-        """Connection -> True if a stream is in progress."""
+        """Task that serves a connection -> True if a stream is in progress."""
         self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {
             Transport.TCP: {},
             Transport.MEMORY: {},

@@ -65,8 +65,8 @@ before, the other process may have taken over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""If the coordinator has lost its record of a run, maximum time for the run's members to return and
-continue it."""
+"""Maximum time for the members of a run to return and continue it after the coordinator has lost
+its record of the run."""
 
 
 class AnotherRunError(PreconditionError):

@@ -27,8 +27,8 @@ _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 type. float16 has no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
-"""Safety margin: values must be smaller than _CALM by this factor if an update is scaled by the
-ratio between the norms of the values and of the update."""
+"""Safety margin for optimizers that scale an update by the norm of the values divided by the norm
+of the update: values must be smaller than _CALM by this factor."""
 
 MOST_LEFT: Final = 1024
 """Maximum number of remembered batches that members have abandoned."""

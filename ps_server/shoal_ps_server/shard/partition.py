@@ -99,8 +99,8 @@ class Settled:
     different batch. Other partitions may lack these pushes."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Records that the sequence number of a push is used. A number below the last one has no
-        effect. `finished`: batches that have been pushed to all partitions."""
+        """Records that the sequence number of a push is used. Has no effect if the number is not
+        above the last one. `finished`: batches that have been pushed to all partitions."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -113,7 +113,8 @@ class Settled:
             self.batches.pop(push.member_id, None)
 
     def has(self, batch: int, *, but_of: str = "") -> bool:
-        """Returns whether a member other than `but_of` has pushed the batch."""
+        """Returns whether a member other than `but_of` has pushed the batch, or any member has
+        pushed and then abandoned it."""
         return batch != 0 and (
             batch in self.left
             or any(key == batch for member, key in self.batches.items() if member != but_of)

@@ -212,7 +212,7 @@ class ServerRows:
 
     def _prefetched(self, ids: Ids) -> LookedUp | None:
         """Returns the rows from the oldest prefetch that contains all these ids, and drops this and
-        all earlier prefetches. Returns None if there is no such prefetch."""
+        all earlier prefetches. Returns None if there is no such prefetch, or if it has failed."""
         for number, (known, future) in enumerate(self._ahead):
             if not len(known) or not len(ids):
                 continue

@@ -439,9 +439,9 @@ class CoordinatorSession:
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
         """Returns whether `error` means that this server's run has ended or is lost. Its state will
-        then never be requested again. An UnavailableError means that the coordinator may still
-        receive a record of the run. It counts only once _LOST_RUN_WAIT has passed since the first
-        such error, which gives the run's members time to return."""
+        then never be requested again. If a lost run may still be continued by its members, the
+        error is an UnavailableError. Such an error counts only once _LOST_RUN_WAIT has passed since
+        the first one, so that the members have time to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

@@ -7,9 +7,9 @@ and which peers it cannot reach. Either some members are waiting for others that
 all are waiting because a connection between two of them is broken. Members that only report broken
 connections to each other abort their group themselves and report the failure (failures.py).
 
-Members that lease their batches (async_sgd) may wait for nobody. There, a member that hangs with
-leased batches is named even while the others continue to train. It is evicted only once they wait
-for its batches, at the end of the epoch or at their staleness bound.
+Members that lease their batches (async_sgd) do not always wait for each other. A member that hangs
+with leased batches is therefore named even while the others continue to train. It is evicted only
+once they wait for it, at the end of the epoch or at their staleness bound.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class Departure:
     """Record of a former member."""
 
     ending: str
-    """How the coordinator learned that the process had ended (a value of events.Ending), or why the
-    member left (a value of events.LeaveReason)."""
+    """Evidence that the process has ended (a value of events.Ending), or the member's reason for
+    leaving (a value of events.LeaveReason)."""
     unix_ms: int
     rank: int = -1
     """The member's rank if it was in the newest generation when it left; otherwise -1."""

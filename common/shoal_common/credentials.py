@@ -162,8 +162,8 @@ class ServiceSettings(_SecuritySettings):
     certificate."""
 
     insecure: bool = False
-    """True to allow a `listen` address that other machines can reach without TLS or without
-    tokens."""
+    """True to allow a `listen` address that other machines can reach even if TLS or tokens are not
+    configured."""
 
     @property
     def serving_tls(self) -> TlsSettings | None:

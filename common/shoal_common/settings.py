@@ -135,9 +135,10 @@ Duration = Annotated[timedelta, BeforeValidator(_duration_or_pass)]
 """Type of a settings field that users write as `250ms`."""
 
 LocalDirectory = Annotated[Path, BeforeValidator(_on_this_machine), AfterValidator(Path.absolute)]
-"""Type of a settings field that names a directory. As a plain path, s3://bucket would become the
-directory `s3:/bucket` of the current one. A relative path becomes absolute when the settings are
-loaded, because the process may change its working directory later."""
+"""Type of a settings field that names a directory of this machine. URLs are rejected: as a path,
+s3://bucket would mean the directory `s3:/bucket` in the current directory. A relative path becomes
+absolute when the settings are loaded, because the process may change its working directory
+later."""
 
 AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 """Type of a settings field that users write as `HOST:PORT`."""

@@ -120,7 +120,7 @@ class JobsCollector(Collector):
         self._observed = observed
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one sample per job, or per job and phase."""
+        """Yields one sample for each job or, for counts by phase, for each job and phase."""
         gauges = {
             name: GaugeMetricFamily(f"shoal_coordinator_{name}", text, labels=["job_id"])
             for name, (text, _) in _JOB_GAUGES.items()

@@ -339,7 +339,7 @@ class ParameterServer:
         logger.info("registered with the coordinator", extra={"server_index": server_index})
 
     def disconnected(self) -> None:
-        """Records that the session broke; training continues."""
+        """Records that the session has broken. Training continues."""
         self._metrics.coordinator_connected.set(0)
 
     def members(

@@ -59,13 +59,14 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Reason of the error that a different process has this server's place. That process may have died
-without the coordinator noticing. If this process was registered before, the other process may have
-taken over while this one was cut off."""
+"""Reason code of the error that is raised if a different process has this server's place. The
+coordinator may not have noticed yet that the other process has died. If this process was registered
+before, the other process may have taken over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""Maximum time for the members of a run that the coordinator has lost to return and continue it."""
+"""Maximum time for the members of a run to return and continue it after the coordinator has lost
+its record of the run."""
 
 
 class AnotherRunError(PreconditionError):
@@ -438,9 +439,9 @@ class CoordinatorSession:
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
         """Returns whether `error` means that this server's run has ended or is lost. Its state will
-        then never be requested again. An UnavailableError means that the coordinator may still
-        receive a record of the run. It counts only once _LOST_RUN_WAIT has passed since the first
-        such error, which gives the run's members time to return."""
+        then never be requested again. If a lost run may still be continued by its members, the
+        error is an UnavailableError. Such an error counts only once _LOST_RUN_WAIT has passed since
+        the first one, so that the members have time to return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at

@@ -42,7 +42,7 @@ class TakeoverWatch:
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
         self._silent: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
-        """Clients whose servers failed a health check and have not completed a call since."""
+        """Clients with a long call whose server failed the last health check."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 

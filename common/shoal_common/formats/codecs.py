@@ -153,7 +153,7 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
         InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH if the payload does not match
             `out`'s length; PAYLOAD_INVALID for indices outside of the tensor, duplicate indices,
             and ranks that a piece cannot have. Transports protect payloads with a checksum, so such
-            errors were made by the sender.
+            a payload was already wrong when it was sent.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(

@@ -327,8 +327,8 @@ SPARSE_ADAM: Final = OptimizerDeclaration(
         "" if values["lr"] > 0 and values["eps"] > 0 else "sparse_adam needs lr and eps above 0"
     ),
 )
-"""Adam that skips rows without a gradient, including their moments: for sparse gradients and
-therefore for tables."""
+"""Adam that changes neither the rows without a gradient nor their moments. It is made for sparse
+gradients and therefore suits tables."""
 
 TABLE_OPTIMIZERS: Final = {
     **{name: SERVER_OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise_adagrad")},

@@ -111,8 +111,9 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Adds a certificate authority that verifies the server to a rediss:// URL. Returns other URLs
-    unchanged. None: the authority in the URL or the system's authorities remain in use."""
+    """Returns a rediss:// URL with `authority` added, which is used to verify the server's
+    certificate. Other URLs, and URLs that already name an authority, are returned unchanged.
+    `authority`: None: no authority is added."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url

@@ -149,8 +149,7 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85, the timeout above has no effect while this one is longer, which is 60 s by
-        # default.
+        # In grpc 1.85, the timeout above has no effect while this one (by default 60 s) is longer.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         # Pings are sent without calls too, so that an idle session detects a vanished peer.
         ("grpc.keepalive_permit_without_calls", 1),

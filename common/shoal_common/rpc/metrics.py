@@ -2,11 +2,12 @@
 dashboards and alerts work.
 
 Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total,
-grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same with grpc_client_,
-without the message counts. Labels: grpc_type, grpc_service, grpc_method, and grpc_code, spelled as
-in Go ("OK", "InvalidArgument"). Messages that a handler exchanges through its context
-(context.read, context.write) are not counted. Only existing methods are counted, so that callers
-without access cannot create new label values. server_interceptor.py does the counting on servers.
+grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same names with the prefix
+grpc_client_, without the message counts. Labels: grpc_type, grpc_service, grpc_method, and
+grpc_code, spelled as in Go ("OK", "InvalidArgument"). Messages that a handler exchanges through its
+context (context.read, context.write) are not counted. Only existing methods are counted, so that
+callers without access cannot create new label values. server_interceptor.py does the counting on
+servers.
 """
 
 from __future__ import annotations

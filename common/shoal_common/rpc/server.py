@@ -60,8 +60,8 @@ class ServerSettings:
     """Accepted tokens with their roles. An open table allows every caller to do everything."""
 
     insecure: bool = False
-    """True to allow a `listen` address that other machines can reach without TLS or without
-    tokens."""
+    """True to allow a `listen` address that other machines can reach even if TLS or tokens are not
+    configured."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
     """Maximum time that calls in progress may take once a shutdown has begun."""
@@ -275,8 +275,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85, the timeout above has no effect while this one is longer, which is 60 s by
-        # default.
+        # In grpc 1.85, the timeout above has no effect while this one (by default 60 s) is longer.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         ("grpc.http2.max_pings_without_data", 0),
         *ALL_AT_ONCE,

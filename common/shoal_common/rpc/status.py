@@ -117,8 +117,8 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Returns whether an error means that memory could not be allocated: a MemoryError, or torch's
-    RuntimeError, which only its text distinguishes from others."""
+    """Returns whether an error means that memory could not be allocated: a MemoryError, or a
+    RuntimeError from torch, which can be recognized only by its text."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -255,8 +255,8 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns an SSL context for sockets of a client outside of gRPC. It verifies the server's
-        name. Raises ConfigurationError."""
+        """Returns an SSL context for a client's sockets that do not use gRPC. The context verifies
+        the server's name. Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
         # Python 3.13 sets this flag, which would reject some certificates that gRPC accepts

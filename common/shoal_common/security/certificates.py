@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""Amount of time that a certificate is backdated. Exceeds the clock skew between a cluster's
-machines."""
+"""Time by which the start of a certificate's validity is backdated. It exceeds the clock skew
+between a cluster's machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
 suffix _FILE may instead contain the path of a file with the secret."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
-"""Variables with the secrets of a single process, which are never passed on."""
+"""Variables with secrets of this process alone, which are never passed on to other processes."""
 
 SERVICE_SECRETS: Final = (
     "SHOAL_PS_SERVER_TOKEN",

@@ -247,8 +247,9 @@ def _candidates(given: str, flag: str) -> list[str]:
 
 
 def _chosen(addresses: list[str], preferred: str | None) -> str:
-    """Returns `preferred` if it is among the addresses, otherwise the first address of the same
-    family, since all machines must use the same family."""
+    """Returns `preferred` if it is among the addresses; otherwise the first address of the same
+    family as `preferred`, since all machines must use the same family; if there is none, the first
+    address."""
     if preferred is None or preferred in addresses:
         return preferred or addresses[0]
     return next(

@@ -3,14 +3,14 @@ killed.
 
 Each directory has a keeper: a separate process that waits until the owner has ended and then
 removes the directory if it still exists. The keeper is started before the directory is created, in
-its own session, so that signals to the owner's process group or terminal do not reach it. An owner
-that closes the directory normally removes it itself and stops the keeper.
+its own session, so that signals to the owner's process group or terminal do not reach it. If the
+owner closes the directory, it removes the directory itself and stops the keeper.
 
 If the keeper was killed too (power failure, stopped container), the next process that creates a
 directory removes the directories of dead owners. A living owner holds locks on its directory and on
-a file in it; the kernel releases the locks however the owner ends. The file gets its name only
-after it is locked, so a file that can be locked belongs to a dead owner. A directory without the
-file belongs to a dead owner if it can be locked after a minute (a living owner's file may be
+a file in it; the kernel releases the locks no matter how the owner ends. The file gets its name
+only after it is locked, so a file that can be locked belongs to a dead owner. A directory without
+the file belongs to a dead owner if it can be locked after a minute (a living owner's file may be
 missing, since systems remove old files from /tmp). Only directories of this user are removed: those
 named shoal-* that contain the file, and those named shoal-scratch-* that do not.
 """

@@ -42,8 +42,8 @@ class TableSpec:
     """All of the optimizer's hyperparameters as (name, value), sorted by name; `with_defaults`
     fills them in."""
     max_age: int = 0
-    """Number of consecutive pushes to a bucket without an update of a row, after which the row is
-    evicted; 0: rows are not evicted by age."""
+    """A row is evicted once it has not been updated by this many consecutive pushes to its bucket;
+    0: rows are not evicted by age."""
     max_rows: int = 0
     """Maximum number of rows in the table, divided equally among its buckets; 0: unlimited."""
 

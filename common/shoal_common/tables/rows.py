@@ -32,9 +32,9 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process, which makes positions in the hash table unpredictable."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Factor by which evictions are batched, because each eviction must scan all rows. Rows are evicted
-by age every `max_age` / 16 steps. By number, a sixteenth of the maximum number of rows is evicted
-at a time."""
+"""Factor by which evictions are batched, because each eviction must scan all rows. Rows that are
+too old are evicted every `max_age` / 16 steps. If there are too many rows, a sixteenth of the
+maximum number is evicted in addition to the excess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +257,9 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """Evicts rows that are too old, and the oldest rows above the maximum number. The result
-        depends only on `step` and on each row's last update, so repeating an update evicts the same
-        rows."""
+        """Evicts rows that are too old and, if there are too many rows, the least recently updated
+        ones. The result depends only on `step` and on the ids and last updates of the rows, so
+        repeating an update evicts the same rows."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)

@@ -67,8 +67,8 @@ class RunEnding:
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Decides which run the creator of an existing job takes part in: the newest run, or the next
-    run, which is then started."""
+    """Decides which run the creator of an existing job takes part in: the newest run, which is
+    resumed if necessary, or the next run, which is then started."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -284,7 +284,7 @@ def same_run(one: RunId, other: RunId) -> bool:
 
 
 def is_current(job: Runs, run: RunId) -> bool:
-    """Returns whether `run` is the newest run."""
+    """Returns whether `run` is the newest run or one of its aliases (JobState.run_aliases)."""
     return any(same_run(run, each) for each in (job.run, *job.run_aliases))
 
 

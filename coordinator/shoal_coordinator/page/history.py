@@ -76,7 +76,8 @@ class Histories:
         return history.points if history is not None and history.run == run else []
 
     def look(self) -> None:
-        """Records a point for each job that has members."""
+        """Records a point for each job with members or live servers, unless its run has
+        finished."""
         jobs = {job.state.spec.job_id: job for job in self._observed()}
         for job_id in self._of.keys() - jobs.keys():
             del self._of[job_id]

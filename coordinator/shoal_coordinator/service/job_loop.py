@@ -70,8 +70,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""Time in seconds that the loop gathers members arriving in a rush: ten times the processor time of
-a commit. In a throng, four times as long."""
+"""Time, in seconds, for which the loop gathers joins while members arrive in a rush: ten times the
+processor time of a commit. In a throng, it gathers them four times as long."""
 _RUSH = 3
 """Number of arrivals in one commit that count as a rush."""
 _THRONG = 20
@@ -164,7 +164,8 @@ class JobLoop:
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
         """Queues an event. Calls `done` with its outcome after the outcome has been written to
-        Redis and before anything is announced."""
+        Redis and before anything is announced. If the loop has stopped, calls `done` immediately
+        with the error."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -176,8 +177,8 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """Queues a request that any client may send and retry. If the queue is full, raises
-        UnavailableError."""
+        """Queues a request that any client may send and retry. If the queue is full, calls `done`
+        with an UnavailableError instead."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
@@ -257,7 +258,8 @@ class JobLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has joined the job or is joining it."""
+        """True if the job has neither members nor live servers, and no event is queued or being
+        processed."""
         return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
@@ -293,7 +295,8 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for more arrivals until an event of a different kind is queued."""
+        """Waits for further arrivals for `_gather_s`, or until an event of a different kind is
+        queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()

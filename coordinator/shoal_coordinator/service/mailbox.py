@@ -59,8 +59,8 @@ class Mailbox:
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """Counts a message that was received on the stream and requires a decision. Returns the
-        callback for its outcome. Raises UnavailableError if too many messages have no outcome
+        """Counts a message that has been received on the stream and requires a decision. Returns
+        the callback for its outcome. Raises UnavailableError if too many messages have no outcome
         yet."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(

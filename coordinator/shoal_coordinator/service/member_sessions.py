@@ -208,8 +208,8 @@ class MemberSessions:
     def _take(
         self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
     ) -> bool:
-        """Processes one message. Returns True if the member leaves: its session is closed once that
-        is written."""
+        """Processes one message. Returns True if the member leaves. Its session is closed once its
+        departure has been written to Redis."""
 
         kind = message.WhichOneof("message")
         if kind == "heartbeat":

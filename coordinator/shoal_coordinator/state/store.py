@@ -48,7 +48,8 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Raised if a newer coordinator has taken over. This one must not write any more."""
+    """Raised if a newer coordinator has taken over. This coordinator must no longer write
+    anything."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 

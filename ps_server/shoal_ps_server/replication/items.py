@@ -35,9 +35,9 @@ class Item:
     """One item sent to another server."""
 
     kind: int
-    """STATE, PARTITION, WHOLE or RECORD."""
+    """Kind of the item: STATE, PARTITION, WHOLE or RECORD."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values."""
+    """Contents of the item except its payload, as JSON-compatible values."""
     payload: memoryview = _NOTHING
     position: int = 0
     """Position of a record in its stream: 1, 2, 3, ...; 0 for items that are not records."""

@@ -57,14 +57,15 @@ class _Stream:
     nbytes: int = 0
     """Total size in bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
-    """Partitions that have not been copied yet. Changes made to them before that are part of the
-    copy."""
+    """Partitions that have not been copied yet. Changes made to a partition before it is copied are
+    part of the copy."""
     position: int = 0
     """Position of the last queued record; `confirmed`: position of the last record confirmed by the
     backup."""
     confirmed: int = 0
     moved_at: float = 0.0
-    """Time of the last confirmation, or of the first record since everything was confirmed."""
+    """Time of the last confirmation or, if later, of the first record queued after everything had
+    been confirmed."""
     whole: bool = False
     """True if the backup has written the complete copied state to disk."""
     in_sync: bool = False
@@ -76,8 +77,8 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record whose effect has been called, or drops it if the partition will be copied
-        later. Implements `Follower.made`."""
+        """Queues a record whose effect has been called, or drops it if the record's partition will
+        be copied later. Implements `Follower.made`."""
         if record.kind == LAYOUT:
             # a leaving partition need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
@@ -133,8 +134,8 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: returns the server's state except its partitions. `report`: sends the
-        coordinator an epoch, whether the backup is in sync, and the reason if it is not. `noted`:
+        """`state`: returns the server's state except its partitions. `report`: reports to the
+        coordinator, given an epoch, whether the backup is in sync, and why if it is not. `noted`:
         id in the journal's last backup record, which names the backup that must receive each change
         before the change is applied; empty if there is none."""
         self._shard = shard
@@ -416,8 +417,8 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """Appends a backup record to the journal: the backup that changes must wait for. A server
-        that is restarted with such a record must ask the coordinator before it serves."""
+        """Appends a record to the journal that names the backup that changes must wait for. A
+        server that is restarted with such a record must ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

@@ -157,7 +157,7 @@ class Standby:
         return Known()
 
     def disconnected(self) -> None:
-        """Records that the session broke; this server keeps following."""
+        """Records that the session has broken. This server continues to follow its primary."""
         self._metrics.coordinator_connected.set(0)
 
     def members(

@@ -81,8 +81,8 @@ class TransferSink:
         Args:
             job_id: id of the job.
             shard, moves, membership, changes: state of the server.
-            layout_of: returns the shard map of an epoch or a newer epoch; with True as second
-                argument, the coordinator's current shard map.
+            layout_of: returns the shard map of the given epoch or a newer one; if the second
+                argument is True, the coordinator's current shard map.
             agree: reconciles this server's configuration with the giver's configuration, and
                 returns the result. Raises PreconditionError / OPTIMIZER_CONFLICT.
         """

@@ -3,9 +3,9 @@ journal that they are leaving.
 
 Until this record is written, the server may abandon the move and serve the partitions again. After
 that, only the coordinator's decision unfreezes them (service/mover.py), even if this process is
-restarted. All copies sent under a move's number are identical. Data that arrives under that number
-after the partitions are served again, here or elsewhere, must therefore be ignored. Belongs to the
-event loop.
+restarted. All copies sent under one move number must be identical. Once the partitions have been
+served again, they may have changed, so this server does not send them under the same number a
+second time. Belongs to the event loop.
 """
 
 from __future__ import annotations

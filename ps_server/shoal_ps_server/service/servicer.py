@@ -404,9 +404,9 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Raises UnavailableError while partitions are being moved. The receiver already has a copy
-        of the clocks, and reports that arrive here before the shard map names the receiver would be
-        lost."""
+        """Raises UnavailableError while partitions are being moved, except under asp. The receiver
+        already has a copy of the clocks, and reports that arrive here before the shard map names
+        the receiver would be lost."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which already has a copy "

@@ -9,8 +9,9 @@ the current version needs no copy.
 
 Pulled versions are not in the journal, since pulls do not wait for the disk. A push whose base
 version is unknown is applied without compensation. The journal's record of a push contains whether
-it was compensated. A recovery searches the journal ahead for such pushes and keeps the values that
-they need (storage/recovery.py). Belongs to the thread that owns the shard.
+it was compensated. A recovery therefore searches the journal for such pushes before it replays
+them, and keeps the values that they need (storage/recovery.py). Belongs to the thread that owns the
+shard.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
 type. float16 has no such magnitude."""
 
 _CALM_MARGIN: Final = 1e8
-"""Safety margin: values must be smaller than _CALM by this factor if an update is scaled by the
-ratio between the norms of the values and of the update."""
+"""Safety margin for optimizers that scale an update by the norm of the values divided by the norm
+of the update: values must be smaller than _CALM by this factor."""
 
 MOST_LEFT: Final = 1024
 """Maximum number of remembered batches that members have abandoned."""
@@ -99,8 +99,8 @@ class Settled:
     different batch. Other partitions may lack these pushes."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Records that the sequence number of a push is used. A number below the last one has no
-        effect. `finished`: batches that have been pushed to all partitions."""
+        """Records that the sequence number of a push is used. Has no effect if the number is not
+        above the last one. `finished`: batches that have been pushed to all partitions."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -113,7 +113,8 @@ class Settled:
             self.batches.pop(push.member_id, None)
 
     def has(self, batch: int, *, but_of: str = "") -> bool:
-        """Returns whether a member other than `but_of` has pushed the batch."""
+        """Returns whether a member other than `but_of` has pushed the batch, or any member has
+        pushed and then abandoned it."""
         return batch != 0 and (
             batch in self.left
             or any(key == batch for member, key in self.batches.items() if member != but_of)
@@ -192,9 +193,9 @@ class Partition:
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """Returns whether a push has already been applied, either as the same push of its member or
-        as another member's push of the same batch. Returns False if the push is the member's next
-        one.
+        """Returns whether a push must not be applied, because its member has already sent it, or
+        because its batch has already been pushed to this partition. Pending pushes count too. If
+        False, the push is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """

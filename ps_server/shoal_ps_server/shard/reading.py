@@ -31,7 +31,8 @@ finished by then."""
 
 
 class Reading:
-    """Position of one reader in one partition. Belongs to the thread that owns the shard."""
+    """The values of one partition as seen by one reader, and how many of their bytes it has read.
+    Belongs to the thread that owns the shard."""
 
     def __init__(
         self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None

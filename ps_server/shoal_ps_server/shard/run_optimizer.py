@@ -2,7 +2,7 @@
 partition.
 
 A run is one tensor for adjacent pieces that have the same hyperparameters and have received the
-same updates, so that torch updates them together. If a push has gradients for only a part of a run,
+same updates, so that torch updates them together. If a push has gradients for only part of a run,
 the run is split, because its parts then differ (e.g. in Adam's step count). If there is optimizer
 state, the split is permanent. For an optimizer that combines several elements, each piece is a
 separate run.

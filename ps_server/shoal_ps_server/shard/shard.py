@@ -83,12 +83,12 @@ class Restoration:
 
     spec: PartitionSpec
     number: int
-    """Value of RowsHeader.restoration."""
+    """Number of the request (RowsHeader.restoration), by which a retry is recognized."""
     version: int
     rows: Rows
     """Validated rows (`Shard.prepared`), which will become the bucket's own."""
     payload: memoryview
-    """The file that the rows were read from."""
+    """Contents of the file that the rows were read from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,10 +95,10 @@ class Changes:
             )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `attempt`, which waits for changes, and cancels and restarts it periodically. If
-        changes are waiting for a backup, raises an error instead. The caller then requests the
-        server's address from the coordinator, because a different server may have taken this
-        server's place without this server noticing.
+        """Awaits `attempt`, which waits for changes. Whenever it takes longer than the limit for
+        pending changes, cancels it and starts it again or, if changes are waiting for a backup,
+        raises an error. The caller then requests the server's address from the coordinator, because
+        a different server may have taken this server's place without this server noticing.
 
         Raises UnavailableError / CHANGE_PENDING.
         """

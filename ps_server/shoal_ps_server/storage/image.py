@@ -24,10 +24,10 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Format of the file. It is incremented when older releases could not read the file. Since 2 a
-journal accompanies the snapshot; since 3 a partition has pieces of several tensors; since 4 pieces
-record their rows; since 5 partitions may move between servers; since 6 they may be buckets of
-tables; since 7 buckets may have been restored from a checkpoint."""
+"""Version of the file format, incremented by every change that older releases cannot read. Since
+version 2, a journal accompanies the snapshot; since 3, a partition has pieces of several tensors;
+since 4, pieces record their rows; since 5, partitions may move between servers; since 6, they may
+be buckets of tables; since 7, buckets may have been restored from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

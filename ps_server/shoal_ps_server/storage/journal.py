@@ -457,7 +457,7 @@ class Journal:
 
     def _disown(self) -> None:
         """Invalidates any data that a failed write or sync has left in the file, since its extent
-        is unknown. This must be on disk before the next write, even if the process is killed."""
+        is unknown. The invalidation must be on disk before anything else is written."""
         if not self._broken:
             return
         try:

@@ -45,7 +45,7 @@ class Record:
     kind: str
     """Kind of the change. `recovery.py` defines all kinds and their fields."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values."""
+    """Contents of the record except its payload, as JSON-compatible values."""
     payload: memoryview = _NOTHING
 
     def encoded(

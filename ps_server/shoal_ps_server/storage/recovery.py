@@ -113,8 +113,8 @@ def backup_record(server_id: str) -> Record:
 
 
 def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
-    """Returns the record of a partition that another server is handing over. `entry`: its
-    description from `coming_fields`. `payload`: its tensors."""
+    """Returns the record of a partition that another server is handing over. `entry`: description
+    of the partition, from `coming_fields`. `payload`: the partition's tensors."""
     return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
 
 
@@ -127,8 +127,8 @@ def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
 def coming_image(
     entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None
 ) -> PartitionImage:
-    """Restores a partition from the result of `coming_fields`. `data`: its tensors. Raises the
-    errors of `partition_from_bytes`."""
+    """Restores a partition from the result of `coming_fields`. `data`: the partition's tensors.
+    Raises the errors of `partition_from_bytes`."""
     return partition_from_bytes(entry, data, spec_from_json(entry["spec"]), optimizer)
 
 
@@ -149,7 +149,7 @@ def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
 
 
 def settled_record(move: int) -> Record:
-    """Returns the record that the coordinator has decided all moves up to `move`."""
+    """Returns the record of the coordinator's decision about all moves up to `move`."""
     return Record(kind=SETTLED, fields={"move": move})
 
 

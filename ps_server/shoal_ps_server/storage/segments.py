@@ -33,10 +33,10 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 6
-"""Format of the file. It is increased when older releases could not read the file. Since 2 a
-partition has pieces of several tensors; since 3 pieces record their rows; since 4 partitions move
-between servers; since 5 they may be buckets of tables; since 6 buckets may be restored from a
-checkpoint."""
+"""Version of the file format, incremented by every change that older releases cannot read. Since
+version 2, a partition has pieces of several tensors; since 3, pieces record their rows; since 4,
+partitions may move between servers; since 5, they may be buckets of tables; since 6, buckets may be
+restored from a checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""

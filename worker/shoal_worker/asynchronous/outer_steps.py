@@ -132,9 +132,9 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Must be called after batches have been leased. Undoes the round if its batches have been
-        returned, because the script left its loop or the loop continues with other batches. Returns
-        whether a round was undone."""
+        """Undoes the round if its batches have been returned, because the script left its loop or
+        the loop continues with other batches. Returns whether a round was undone. Must be called
+        after batches have been leased."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
@@ -267,8 +267,8 @@ class Round:
         return self._outer
 
     def settle(self) -> None:
-        """Discards the round after it was pushed or skipped. The next round begins with the next
-        step."""
+        """Discards the round after it has been pushed or skipped. The next round begins with the
+        next step."""
         self.steps, self._outer, self._source, self._batches = 0, None, None, None
         self._trained.clear()
 

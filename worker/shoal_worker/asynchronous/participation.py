@@ -38,13 +38,13 @@ class Participation:
             self._rests = True
 
     def rest_after_push(self, at_hand: bool) -> None:
-        """Makes the worker rest after its next push if it has a batch in progress, and immediately
-        otherwise. `at_hand`: True if it has one."""
+        """Sets whether the worker rests after its next push. `at_hand`: True if it has a batch in
+        progress, which it still pushes; if False, the caller must call `rest` instead."""
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
-        """Records the end of an iteration, and makes the worker rest if `rest_after_push` has been
-        called."""
+        """Records the end of an iteration, and makes the worker rest if `rest_after_push` has
+        requested this."""
         if self._rests_after_push:
             self._rests_after_push = False
             self.rest()

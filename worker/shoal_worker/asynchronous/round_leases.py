@@ -53,7 +53,8 @@ class RoundLeases:
     ) -> Leases:
         """Leases batches, possibly fewer than wanted (`LeaseSource.lease`). They all belong to the
         same round until that round is pushed. If the script leaves the loop in the middle of a
-        round, the entire round is returned, including the batch in progress."""
+        round, the entire round is returned, including the batch in progress, unless this is the
+        round's last batch."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)

@@ -23,8 +23,8 @@ class Pushed:
     """Outcome of a push, combined over all partitions."""
 
     staleness: int
-    """Number of versions applied between the pull of the values used to compute this push's
-    gradient and the push itself. The maximum over the partitions.
+    """Number of versions between the values that the gradient was computed on and the values that
+    it was applied to; the maximum over all partitions.
     """
     known: bool
     """True if the entire push had already been applied, because a different member had pushed the

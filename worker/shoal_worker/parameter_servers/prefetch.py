@@ -71,7 +71,7 @@ class Prefetch:
     @torch.no_grad()
     def land(self) -> bool:
         """Waits for the pull and writes the received values to the tensors' receive buffers.
-        Returns False if there was no pull, or if a server did not respond."""
+        Returns False if there was no pull, or if it failed."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:

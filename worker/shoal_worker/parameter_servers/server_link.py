@@ -3,8 +3,8 @@ server was unreachable.
 
 A push carries a sequence number per partition. If the call fails, its outcome is unknown, so the
 link asks the server for its state and then sends the same numbers again: the server acknowledges
-pushes that it has already applied, without applying them twice. If a restarted server has less data
-than it had acknowledged, it has lost its disk or has no data directory. Updates of all workers are
+pushes that it has already applied, without applying them twice. If a restarted server lacks changes
+that it had acknowledged, it has lost its disk or has no data directory. Updates of all workers are
 then lost; the link reports this in the log and the metrics, initializes an empty server with this
 worker's own values, and continues from the server's state
 (docs/explanation/parameter-servers.md#pushes-count-once).
@@ -74,7 +74,7 @@ class Position:
 
     clock: int
     """Number of finished iterations in the server's own count. `by_others`: the same position in
-    each participating member's count."""
+    the count of each other participating member."""
     by_others: Mapping[str, int]
 
 
@@ -337,8 +337,8 @@ class ServerLink:
 
     def enter(self, clock: int) -> Position | None:
         """Makes this worker, which has finished `clock` iterations, participate: from now on, other
-        workers may wait for it. Returns the worker's position; None if this server has no trained
-        tensors."""
+        workers may wait for it. Returns the worker's position; None if this server has neither
+        trained tensors nor buckets of sparse tables."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -368,7 +368,7 @@ class ServerLink:
 
     @property
     def _takes_part(self) -> bool:
-        """True if this server has trained tensors."""
+        """True if this server has trained tensors or buckets of sparse tables."""
         return bool(self._server.trained or self._server.share.buckets)
 
     def _send_clock(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:

@@ -284,7 +284,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and columns that codecs assume for this piece."""
+        """Number of rows and columns that codecs assume for this piece."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -103,7 +103,8 @@ class BucketVersions:
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def encode(self) -> dict[str, int]:
-        """Encodes the versions by bucket number, as JSON, for other ranks and checkpoints."""
+        """Returns the versions by partition id, as a JSON-compatible dict, for other ranks and
+        checkpoints."""
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, versions: Mapping[str, int]) -> None:

@@ -50,12 +50,13 @@ class StepTables(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discards an aborted or unintended step. Nothing is pushed for it."""
+        """Discards the current step, which was aborted or not intended as a step. Nothing is pushed
+        for it."""
         ...
 
     def deliver(self) -> None:
-        """Pushes this rank's remaining part of the last step. Must be called once the step has
-        ended.
+        """Pushes what this rank has not pushed yet of its part of the last step. Must be called
+        once the step has ended.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long."""

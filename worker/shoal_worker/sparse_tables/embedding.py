@@ -51,8 +51,8 @@ class LookedUp:
     values: Values
     """The rows, of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Version of each of the table's partitions when its rows were read; the oldest one, if several
-    requests were needed. Empty if the rows are in this process."""
+    """Version of each of the table's partitions when its rows were read; the oldest version, if
+    several requests were needed. Empty if the rows are in this process."""
 
 
 class RowSource(Protocol):

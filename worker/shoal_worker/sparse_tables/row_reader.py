@@ -149,8 +149,8 @@ class RowReader:
         self.retry_until(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
-        """Returns the server of a partition and the shard map's epoch. Raises PreconditionError
-        (SHARD_MAP_INCOMPLETE) if the server is not registered."""
+        """Returns a client of the partition's server, and the shard map's epoch. Raises
+        PreconditionError (SHARD_MAP_INCOMPLETE) if the server is not registered."""
         with self._lock:
             shard_map = self._map
         return self._client(_addresses(shard_map, [partition_id])[partition_id]), shard_map.epoch

@@ -81,9 +81,9 @@ the servers no longer accept its own pushes."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Upper bound of the random number where the push keys start. They start at a new random number
-whenever versions have been read again, because servers may have seen later keys than this rank:
-from a previous run, or from steps that a return to a checkpoint has undone."""
+"""Upper bound of the random number at which push keys start. They start again at a new random
+number whenever versions have been read again, because servers may have seen later keys than this
+rank: from a previous run, or from steps that a return to a checkpoint has undone."""
 
 
 class SynchronousJob(Job):
@@ -151,8 +151,8 @@ class ServerStepTables:
         """Partitions of each table, by bucket number."""
         self._here = RowSums(tables)
         self._stale = False
-        """True if rows looked up in this step lack a part of the last step, so this step must not
-        be committed."""
+        """True if rows looked up in this step lack part of the last step, so this step must not be
+        committed."""
         self._next_key = 0
         """Key of the next step that pushes; 0 if no step has pushed yet."""
         self._versions = BucketVersions(
@@ -487,7 +487,8 @@ class ServerStepTables:
     def _step(
         self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
     ) -> _Step:
-        """Creates a step's pushes. `steps_back`: number of steps before the last committed step."""
+        """Creates a step's pushes. `steps_back`: 0 for the current step; 1 for the last committed
+        step, which the known versions already count."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]

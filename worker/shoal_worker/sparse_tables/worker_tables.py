@@ -2,8 +2,9 @@
 servers, and steps push gradients to them.
 
 Rows are looked up (row_reader.py) when the training thread needs them, or in advance (`prefetch`),
-while pushes are in progress. A step's pushes to tables are sent with its dense gradients, with the
-same sequence numbers, clock and batch (server_link.py); this module only creates the pushes.
+while pushes are in progress. A step's pushes to tables are sent together with its dense gradients,
+under the same sequence numbers, clock and batch (server_link.py); this module only creates the
+pushes.
 
 May be used only on the training thread."""
 
@@ -211,7 +212,7 @@ class ServerRows:
 
     def _prefetched(self, ids: Ids) -> LookedUp | None:
         """Returns the rows from the oldest prefetch that contains all these ids, and drops this and
-        all earlier prefetches. Returns None if there is no such prefetch."""
+        all earlier prefetches. Returns None if there is no such prefetch, or if it has failed."""
         for number, (known, future) in enumerate(self._ahead):
             if not len(known) or not len(ids):
                 continue

@@ -21,8 +21,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, Me
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Summary of the latest heartbeats in the newest generation, without members whose last
-    heartbeat is not recent."""
+    """Summary of the latest heartbeats of the newest generation's members. Members without a recent
+    heartbeat are ignored."""
 
     count: int
     waited_ms: int
@@ -102,8 +102,8 @@ def lose_absent(draft: Draft) -> None:
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """Returns a member with a rank that would not receive a new generation, so that its peers could
-    not reach a step boundary; None if there is none."""
+    """Returns a ranked member that would not receive a new generation and would therefore keep its
+    peers from reaching a step boundary; None if there is none."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if (

@@ -207,9 +207,9 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Returns the members that other members were waiting for when these timed out. Omits members
-    that have reported the failure themselves or have made progress since then. Each result is a
-    pair: the member's id, and the time until which the incident stays open for this member.
+    """Returns the members that the timed-out members were waiting for. Omits members that have
+    reported the failure themselves or have made progress since then. Each result is a pair: the
+    member's id, and the time until which the incident stays open for this member.
 
     A member is judged by its own history. Progress counters start with the process, so comparing
     two members does not show which one is ahead. If neither its peers nor the coordinator can reach

@@ -149,8 +149,8 @@ def _choose(
 ) -> tuple[list[Member], list[Member]]:
     """Returns the members that continue, in rank order, and the new members.
 
-    When a job on hold resumes, all members are READY, including those of the newest generation. The
-    latter take precedence over other waiting members and keep their order.
+    When a job on hold resumes, all members are READY, including the members of the newest
+    generation. These members take precedence over other waiting members and keep their order.
     """
     placed = (
         [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]

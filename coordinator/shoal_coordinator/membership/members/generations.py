@@ -17,8 +17,8 @@ from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhas
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are
-notified again of the reason for their wait."""
+"""Delay in milliseconds, per waiting member beyond FEW_READY, before all waiting members are told
+again why they are waiting."""
 
 
 def generation_due(draft: Draft) -> None:
@@ -116,9 +116,9 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced. It must not be replaced while some
-    members have yet to adopt it: members that have adopted it would wait in vain for members that
-    skip it."""
+    """Returns whether the newest generation may be replaced: once all or (for a BORDER generation)
+    none of its members have adopted it, or after Policy.boundary_patience_ms. If it is replaced
+    while only some have adopted it, these wait in vain for the members that skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -157,8 +157,8 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _notify_unplaced(draft: Draft) -> None:
-    """Notifies members that have just begun to wait of the reason. If the reason has changed,
-    notifies all ready members."""
+    """Tells members that have just begun to wait why they are waiting. If the reason has changed,
+    tells all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,

@@ -23,8 +23,8 @@ from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Number of waiting members up to which each is notified immediately of why it is waiting, both
-before training starts and whenever the reason changes."""
+"""Maximum number of waiting members that are all told immediately why they are waiting, both before
+training starts and whenever the reason changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

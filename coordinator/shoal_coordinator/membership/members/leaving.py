@@ -138,9 +138,9 @@ class ExitNoted:
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
     """Records that a launcher has seen a process exit.
 
-    If the process had finished its script, the report counts as the member's Leave message, which
-    may still be in transit on the stream, or was never sent because the coordinator was
-    unreachable. Any other exit with status 0 has no effect while the stream is open.
+    If the process had finished its script, the report replaces the member's Leave message, which
+    may still be in transit, or may never have been sent because the coordinator was unreachable.
+    Any other exit with status 0 has no effect while the stream is open.
     """
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)

@@ -7,9 +7,9 @@ and which peers it cannot reach. Either some members are waiting for others that
 all are waiting because a connection between two of them is broken. Members that only report broken
 connections to each other abort their group themselves and report the failure (failures.py).
 
-Members that lease their batches (async_sgd) may wait for nobody. There, a member that hangs with
-leased batches is named even while the others train on. It is evicted only once they wait for its
-batches, at the end of the epoch or at their staleness bound.
+Members that lease their batches (async_sgd) do not always wait for each other. A member that hangs
+with leased batches is therefore named even while the others continue to train. It is evicted only
+once they wait for it, at the end of the epoch or at their staleness bound.
 """
 
 from __future__ import annotations
@@ -176,8 +176,9 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
 
 def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place]) -> str:
     """Returns a description of members that hang with leased batches, while no member waits for
-    them; empty if there are none. A member that computes may evaluate or save. It is named only
-    if others train on, and only after the time after which a hung member is evicted."""
+    them; empty if there are none. A member that is using the processor may be evaluating or saving
+    a checkpoint. It is therefore named only if other members continue to train and it has made no
+    progress for stall_timeout_ms."""
     if not draft.count_loaders():
         return ""
     now_ms, policy = draft.now.ms, draft.policy
@@ -206,7 +207,7 @@ def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place
 
 
 def _blamed(draft: Draft, working: Sequence[Place], silent: Sequence[Place], joined: str) -> str:
-    """Formats what silent and working members do, joined by `joined`."""
+    """Describes what silent and working members are doing. `joined`: text between two members."""
     blamed = [
         f"{place.name}, no heartbeat for {place.silent_ms // 1000} s"
         + (f"{_AT}{line}" if (line := place.pulse.progress.script_line) else "")

@@ -24,8 +24,8 @@ from shoal_coordinator.membership.model.pulse import Progress
 from shoal_coordinator.membership.model.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
-"""A rank is a straggler if steps would become shorter by more than this fraction if it were as fast
-as the others."""
+"""Minimum fraction by which steps would become shorter if a straggler were as fast as the other
+ranks."""
 _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5

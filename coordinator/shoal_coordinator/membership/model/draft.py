@@ -131,8 +131,7 @@ class Draft:
         """Reasons why the newest generation, or an older one that members are still working in,
         cannot continue; empty if it can."""
         self.unplaced: dict[str, None] = {}
-        """Members that are notified why they are waiting, unless this transition gives them a
-        rank."""
+        """Members to be told why they are waiting, unless this transition gives them a rank."""
         self.effects: list[Effect] = []
         self.records: list[Record] = []
         self.reasons: list[str] = []
@@ -456,7 +455,8 @@ class Draft:
 
 
 _RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
-"""Fields that a new run resets to their defaults, in addition to the mappings."""
+"""Fields that `begin_run` takes from the new run's initial state. It empties the other fields, the
+mappings, separately."""
 _HEADER = tuple(
     item.name
     for item in fields(JobState)

@@ -48,9 +48,11 @@ class Progress:
     out_of_reach: tuple[int, ...] = ()
     """Ranks that the member cannot reach: shoal.v1.Heartbeat.out_of_reach."""
     in_reach: bool = False
-    """Value of shoal.v1.Heartbeat.in_reach."""
+    """True if a quarantined member can connect again to the peer that it could not reach
+    (shoal.v1.Heartbeat.in_reach)."""
     spare: bool = False
-    """Value of shoal.v1.Heartbeat.spare."""
+    """True if the member has a rank but no part of the model, and is waiting for a generation that
+    gives it one (shoal.v1.Heartbeat.spare)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,18 +154,18 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
     """Divides tensors into partitions, and assigns each partition, beginning with the largest, to
     the server with the fewest bytes so far.
 
-    Tensors of the same dtype are packed together, in the order of their declaration. Tensors above
-    8 MiB are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8
-    MiB. In a smaller model it is already full at a quarter of a server's share, but not below 64
-    KiB.
+    Tensors of the same dtype are packed together, in the order in which they were declared. Tensors
+    above 8 MiB are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full
+    at 8 MiB. In a smaller model it is already full at a quarter of a server's share, but not below
+    64 KiB.
 
     Frozen tensors cost nothing in a step. They are therefore packed and assigned separately, so
     that the trained tensors are spread evenly across all servers. For trained and for frozen
     tensors, the loads of two servers differ by at most the size of one partition.
 
-    The buckets of a table grow at the same rate and are assigned to all servers in turn; the next
-    table continues with the server after the last one. The layout is a deterministic function of
-    the arguments.
+    All buckets of a table grow at the same rate, so they are assigned to all servers in turn; the
+    next table continues with the server after the last one. The layout is a deterministic function
+    of the arguments.
 
     Args:
         tensors: the declared tensors.

@@ -113,9 +113,9 @@ class Policy:
     fresh_generation_ms: int = 10_000
     """Age in milliseconds below which a generation counts as fresh."""
     boundary_patience_ms: int = 5_000
-    """Maximum wait, before a generation for joins and drains (BORDER) is formed, until all members
-    have reported that they are working in the previous generation. A generation must not be
-    replaced while members are still adopting it."""
+    """Maximum delay of a generation for joins and drains (BORDER) while members have yet to report
+    that they are working in the previous generation. A generation should not be replaced while
+    members are still adopting it."""
     quarantine_after: int = 2
     """Number of times that two members must accuse each other of being unreachable before the one
     with the higher rank is quarantined."""
@@ -152,8 +152,9 @@ class Policy:
     """Number of epochs of a loader whose leases are kept. A request for an older epoch is answered
     with epoch_done."""
     move_retry_ms: int = 2_000
-    """Time that the server to blame for a failed move of partitions is excluded from moves. The
-    time doubles with each further consecutive failure, up to longest_move_retry_ms."""
+    """Duration, in milliseconds, for which a server is excluded from moves of partitions after it
+    has caused a move to fail. It doubles with each further consecutive failure, up to
+    longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
     most_past_runs: int = 20
     """Maximum number of past runs remembered; the oldest are forgotten first."""

@@ -175,7 +175,8 @@ class Departure:
     """Record of a former member."""
 
     ending: str
-    """Value of events.Ending or events.LeaveReason."""
+    """Evidence that the process has ended (a value of events.Ending), or the member's reason for
+    leaving (a value of events.LeaveReason)."""
     unix_ms: int
     rank: int = -1
     """The member's rank if it was in the newest generation when it left; otherwise -1."""
@@ -437,7 +438,8 @@ class JobState:
 
     spec: JobSpec
     run: RunId = RunId()
-    """The newest run. All other fields describe this run, except `number`."""
+    """The newest run. All other fields except `run_above`, `past_runs` and `number` describe this
+    run."""
     run_above: int = 0
     """Newest generation of all previous runs. Generations of this run have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
@@ -490,8 +492,8 @@ class JobState:
     formed_ms: int | None = None
     """In memory only. Time at which the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Members whose streams closed although they had not left, each with the time
-    (Now.ms), until a decision has been made about them."""
+    """In memory only. Members whose streams closed although they had not left: member id -> time
+    (Now.ms). An entry is removed once a decision has been made about the member."""
     recovery: Recovery | None = None
     """In memory only. None: no recovery is in progress."""
     stall: Stall | None = None
@@ -511,11 +513,11 @@ class JobState:
     """In memory only. Time at which to check whether a move of partitions is due; None if nothing
     has changed since the last check."""
     failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Servers that are excluded as receivers, because a move failed through no
-    fault of the giver, by index of the place."""
+    """In memory only. Index of a place -> server that is excluded as a receiver because its last
+    move failed through no fault of the giver."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. Servers that are excluded as givers, because a move failed through their own
-    fault, by index of the place."""
+    """In memory only. Index of a place -> server that is excluded as a giver because its last move
+    failed through its own fault."""
     servers_awaited: int = 0
     """In memory only. Number of parameter servers that were missing when a worker last declared its
     tensors."""

@@ -94,7 +94,7 @@ def _counts(draft: Draft, index: int) -> bool:
 
 def move_reported(draft: Draft, event: MoveReported) -> None:
     """Ends the current move with the outcome that the giver reports. If that move has already
-    ended, notifies the giver again, because it has missed this."""
+    ended, notifies the giver again, because it has missed the first notification."""
     giver = draft.servers.get(event.server_id)
     if giver is None or not giver.alive or giver.role is not ServerRole.PRIMARY:
         return

@@ -56,8 +56,8 @@ class Registered:
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """Registers a server that has opened a session. A new server gets the lowest free place, and a
-    known server keeps its place. A drained process is instructed to exit."""
+    """Registers a server that has opened a session. A new server gets a place and a role
+    (`_newcomer`), and a known server keeps its place. A drained process is instructed to exit."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "

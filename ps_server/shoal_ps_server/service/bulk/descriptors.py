@@ -26,7 +26,8 @@ class BulkShare:
     """Maximum numbers of connections of the bulk channel."""
 
     connections: int
-    """Maximum number of open connections, including those for which tickets have been issued."""
+    """Maximum number of open connections, including future connections whose tickets have already
+    been issued."""
     strangers: int
     """Maximum number of connections per transport that have not presented a ticket."""
 

@@ -76,8 +76,8 @@ class BulkServer:
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
         """`most_strangers`: maximum number of connections per transport that have not presented a
-        ticket; a new one then replaces the oldest. `idle_limit`: maximum time without progress of a
-        peer in an open stream."""
+        ticket; a new one then replaces the oldest. `idle_limit`: maximum time that a peer may make
+        no progress in an open stream."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -89,7 +89,7 @@ class BulkServer:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
-        """Connection -> True if a stream is in progress."""
+        """Task that serves a connection -> True if a stream is in progress."""
         self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {
             Transport.TCP: {},
             Transport.MEMORY: {},

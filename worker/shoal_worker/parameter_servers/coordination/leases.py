@@ -147,7 +147,7 @@ class _Request:
 class CoordinatorLeases:
     """Leases from the coordinator. The training thread takes and finishes batches. A separate
     thread sends numbered requests to the coordinator, one after another, and retries each request
-    until it is answered, so that no batch is lost with a response."""
+    until it is answered, so that no batch is lost if a response is lost."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
         """Creates the leases. `ahead`: see `AsyncOptions.lease_ahead`."""

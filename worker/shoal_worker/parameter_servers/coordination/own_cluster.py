@@ -3,7 +3,7 @@ cluster.
 
 The package shoal-worker does not depend on the services, so this module starts them as programs on
 loopback, if they are installed. Their lifetime is tied to this process: it stops them when it exits
-regularly, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if
+normally, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if
 they fail to start.
 """
 

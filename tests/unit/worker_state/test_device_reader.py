@@ -70,7 +70,7 @@ def test_a_copy_made_in_inference_mode_can_be_used_again_outside_of_it() -> None
 
 
 def test_a_forked_process_does_not_share_the_pages_of_a_copy() -> None:
-    """If it did, the next copy would first duplicate them. "dc": proc(5), VmFlags."""
+    """A shared page would be duplicated by the next copy. The flag "dc" is described in proc(5)."""
     copy = Snapshot.take({"large": torch.ones(1 << 20)}).tensors["large"]
     address = copy.data_ptr()
     flags: list[str] = []

@@ -9,18 +9,50 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.rpc.channel import ChannelSettings
+
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
+AROUND = """
+import os, pathlib, runpy, signal, sys, time
 
-def start(shell: Shell, worker: Path, *flags: str, workers: int = 3) -> Command:
-    """Starts a run and waits until all workers have ranks in one generation."""
+sys.argv = sys.argv[1:]
+{before}
+runpy.run_path(sys.argv[0], run_name="__main__")
+{after}
+"""
+LONG_IMPORT = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+    print("a replacement imports its libraries", flush=True)
+    while True: signal.pause()
+"""
+LINGERS = """
+while os.environ["LOCAL_RANK"] == "1" and not pathlib.Path("go").exists(): time.sleep(0.02)
+"""
+
+
+def around(shell: Shell, *, before: str = "", after: str = "") -> Path:
+    """Returns a script that runs the script that is its first argument, with code before and after
+    it."""
+    script: Path = shell.script(AROUND.format(before=before, after=after))
+    return script
+
+
+def start(
+    shell: Shell, worker: Path, *flags: str, workers: int = 3, script: Path | None = None
+) -> Command:
+    """Starts a run and waits until all workers have ranks in one generation. `script`: runs the
+    worker; None: the worker is the script."""
     command = shell.start(
         "run",
         "--standalone",
         "--nproc-per-node",
         str(workers),
         *flags,
+        *(() if script is None else (script,)),
         worker,
         shell.directory / "finish",
     )
@@ -57,6 +89,56 @@ def test_a_killed_worker_is_replaced_while_the_others_go_on(
     assert shell.pids()[:2] == [first, third]
     assert finish(shell, command) == 0
     assert f"recovered from 1 worker failure: rank 1 (pid {victim}, SIGKILL)" in command.stderr
+
+
+def test_a_replacement_that_has_not_joined_when_the_run_is_over_is_ended_at_once(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    command = start(shell, elastic_worker, workers=2, script=around(shell, before=LONG_IMPORT))
+    _, victim = shell.pids()
+    os.kill(victim, signal.SIGKILL)
+    command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: a replacement imports")
+    assert finish(shell, command) == 0, command.stderr
+    ending = re.search(
+        r"the run is over; ending rank 1 \(pid (\d+)\), which had not joined it\n", command.stderr
+    )
+    assert ending is not None, command.stderr
+    assert "recovered from 1 worker failure: rank 1 (pid" in command.stderr
+    assert f"(pid {ending[1]}) ended with" not in command.stderr
+    assert command.family() == []
+
+
+def test_a_replacement_is_also_ended_if_the_run_is_over_on_another_machine(
+    shell: Shell, elastic_worker: Path, endpoint: str
+) -> None:
+    script, done = around(shell, before=LONG_IMPORT), shell.directory / "finish"
+    flags = ("run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--min-workers", "1")
+    one, other = (
+        shell.start(*flags, script, elastic_worker, done, SHOAL_HOST=host) for host in ("a", "b")
+    )
+    for node in (one, other):
+        node.wait_for_output(" of 2\n")
+    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
+        (victim,) = (each for each in client.get_job("default").members if each.host == "b")
+    os.kill(victim.pid, signal.SIGKILL)
+    other.wait_for_output("a replacement imports")
+    done.touch()
+    assert one.wait() == 0, one.stderr
+    assert other.wait() == 0, other.stderr
+    assert "the run is over; ending rank" in other.stderr
+
+
+@pytest.mark.slow  # the line follows after 10 s
+def test_a_run_that_is_over_says_which_worker_it_waits_for(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    command = start(shell, elastic_worker, workers=2, script=around(shell, after=LINGERS))
+    last = shell.pids()[1]
+    (shell.directory / "finish").touch()
+    said = f"waiting for rank 1 (pid {last}) to end, since the run is over\n"
+    command.wait_for(lambda: said in command.stderr, "the line")
+    (shell.directory / "go").touch()
+    assert command.wait() == 0
 
 
 def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_run_has_failed(

@@ -439,13 +439,11 @@ class JobLoop:
                     self._metrics.announced.observe(time.monotonic() - self._loss_noticed_s)
         if not self.state.broken_streams:
             self._loss_noticed_s = None
-        for member_id in decided.changes.departed:
-            if (departure := self.state.departed.get(member_id)) is not None:
-                self._metrics.departures.labels(departure.ending).inc()
-                self._metrics.leases_expired.labels("member").inc(
-                    departure.ending == Ending.LEASE_EXPIRED
-                )
         for record in decided.records:
+            if record.kind in ("member_lost", "member_left"):
+                ending = record.attributes["ending"]
+                self._metrics.departures.labels(ending).inc()
+                self._metrics.leases_expired.labels("member").inc(ending == Ending.LEASE_EXPIRED)
             if record.kind in ("partitions_moved", "move_failed"):
                 self._metrics.moves.labels(
                     "moved" if record.kind == "partitions_moved" else "failed"

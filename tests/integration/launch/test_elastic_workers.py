@@ -13,6 +13,8 @@ import pytest
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 
+from tests.zygote.children import eventually
+
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
@@ -91,6 +93,27 @@ def test_a_killed_worker_is_replaced_while_the_others_go_on(
     assert f"recovered from 1 worker failure: rank 1 (pid {victim}, SIGKILL)" in command.stderr
 
 
+def test_events_name_the_signal_even_if_the_coordinator_misses_a_worker_before_its_launcher_does(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    command = start(shell, elastic_worker, workers=2)
+    victim = shell.pids()[1]
+    command.process.send_signal(signal.SIGSTOP)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: len(shell.job().members) == 1, "the coordinator to notice the death")
+    finally:
+        command.process.send_signal(signal.SIGCONT)
+    command.wait_for_output("[1]: generation 3 rank 1 of 2")
+    assert finish(shell, command) == 0
+    lines = shell.run("events")[1].splitlines()
+    lost, exited = (
+        next(line for line in lines if kind in line) for kind in ("member_lost", "member_exited")
+    )
+    assert "its session's stream broke" in lost
+    assert 'detail="its process ended with SIGKILL" rank=1' in exited
+
+
 def test_a_replacement_that_has_not_joined_when_the_run_is_over_is_ended_at_once(
     shell: Shell, elastic_worker: Path
 ) -> None:
@@ -108,6 +131,7 @@ def test_a_replacement_that_has_not_joined_when_the_run_is_over_is_ended_at_once
     assert command.family() == []
 
 
+@pytest.mark.slow  # the launcher asks every 5 s
 def test_a_replacement_is_also_ended_if_the_run_is_over_on_another_machine(
     shell: Shell, elastic_worker: Path, endpoint: str
 ) -> None:

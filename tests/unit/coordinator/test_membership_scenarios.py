@@ -346,6 +346,7 @@ class Story:
         cpu: str = "0",
         step: str = "0",
         busy: str = "0",
+        share: str = "0",
         link: str = "",
         unreached: str = "",
         reaches: str = "",
@@ -366,6 +367,7 @@ class Story:
             script_line=line.replace("_", " "),
             step_time_s=float(step),
             busy_time_s=float(busy),
+            share=float(share),
             in_reach=bool(reaches),
             spare=bool(spare),
             out_of_reach=tuple(int(rank) for rank in unreached.split(",") if rank),
@@ -621,13 +623,15 @@ def format_piece(layout: ShardLayout, piece: Piece) -> str:
 
 
 def format_record(record: fx.Record) -> str | None:
-    """Formats the records of the event log about moves, machines and quarantined members."""
+    """Formats the records of the event log about moves, machines, quarantined members and exits."""
     attributes = record.attributes
     match record.kind:
         case "member_quarantined":
             return f"member_quarantined: {attributes['who']}, rank {attributes['rank']}"
         case kind if kind.startswith("machine_"):
             return f"{kind}: {attributes['host']}, {attributes['reason']}"
+        case "member_exited":
+            return f"member_exited: rank {attributes['rank']}, {attributes['detail']}"
         case "server_draining" | "server_drained":
             return f"{record.kind}: {attributes['server_id']}"
         case "partitions_moved":

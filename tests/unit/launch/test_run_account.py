@@ -3,7 +3,7 @@ events."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from shoal.cli.terminal.live import LiveView
@@ -92,7 +92,7 @@ LOST = Event(
     attributes={
         "rank": "1",
         "who": "rank 1 (pid 7 on vm)",
-        "detail": "its process ended with signal 9",
+        "detail": "its process ended with SIGKILL",
     },
 )
 
@@ -189,6 +189,21 @@ def test_a_loss_and_a_join_are_reported_with_their_pauses_and_the_step_from_whic
         "50 steps, 4,800 samples in 0.6 s: 7,869 samples/s; loss 2",
         "1 fault, 1 join, 0 leaves: 2 pauses, 0.140 s in all, 0.090 s the longest; 0.120 s lost",
     ]
+
+
+def test_a_cause_that_is_reported_after_the_loss_is_named(run: Run) -> None:
+    for name in "ab":
+        run.join(name)
+    run.steps(1, 20, "a", "b", generation=1)
+    run.clock.ns += 90 * MS
+    run.steps(21, 40, "a", generation=2)
+    run.look(settle=True)
+    lost = replace(LOST, attributes={**LOST.attributes, "detail": "its session's stream broke"})
+    exited = replace(LOST, kind="member_exited")
+    formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
+    (line,) = run.account.explain([FORMED, lost, exited, formed], {}, run.clock.ns)
+    assert line.startswith("rank 1 (pid 7 on vm) ended with SIGKILL: training paused")
+    assert run.account.figures.faults == 1
 
 
 def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time_lost(

@@ -66,7 +66,7 @@ def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_
         replica_size=4,
         world_size=6,
         rank=5,
-        gone=("w7 (its process ended with signal 9)", "w2 (SIGTERM)"),
+        gone=("w7 (its process ended with SIGKILL)", "w2 (SIGTERM)"),
     )
     with caplog.at_level(logging.WARNING):
         waits(member, 45, monkeypatch)
@@ -79,7 +79,7 @@ def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_
     assert lines[0].endswith(
         "a replica of the model needs 4 ranks; this is rank 5 of 6, and 2 more are needed for a "
         "replica that includes it; start more workers. Workers that left last: w7 (its process "
-        "ended with signal 9), w2 (SIGTERM)"
+        "ended with SIGKILL), w2 (SIGTERM)"
     )
 
 
@@ -117,7 +117,7 @@ def test_who_left_last_and_why_is_what_the_coordinator_recorded() -> None:
         (
             "member_lost",
             "w1",
-            {"ending": "process_exited", "detail": "its process ended with signal 9"},
+            {"ending": "process_exited", "detail": "its process ended with SIGKILL"},
         ),
         ("member_left", "w2", {"ending": "drained", "detail": ""}),
     )
@@ -125,7 +125,7 @@ def test_who_left_last_and_why_is_what_the_coordinator_recorded() -> None:
     membership = Membership(
         cast(CoordinatorClient, client), identity, WorkerSettings(), host="here"
     )
-    assert membership.last_departures() == ("w2 (drained)", "w1 (its process ended with signal 9)")
+    assert membership.last_departures() == ("w2 (drained)", "w1 (its process ended with SIGKILL)")
     client.events += [("member_lost", name, {"detail": "gone"}) for name in ("w3", "w4")]
     assert membership.last_departures() == ("w4 (gone)", "w3 (gone)", "w2 (drained)")
     client.away = True

@@ -3,6 +3,7 @@ asked to leave."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -140,7 +141,8 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
 
     If the process had finished its script, the report replaces the member's Leave message, which
     may still be in transit, or may never have been sent because the coordinator was unreachable.
-    Any other exit with status 0 has no effect while the stream is open.
+    Any other exit with status 0 has no effect while the stream is open. If the member was lost with
+    its stream before this report, the report adds the cause (`member_exited`).
     """
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
@@ -157,22 +159,43 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
     elif known and clean and pulse is not None and pulse.attached:
         pass
     elif known:
-        how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
         member_lost(
             draft,
             MemberLost(
                 member_id=event.member_id,
                 ending=Ending.PROCESS_EXITED,
-                detail=f"its process ended with {how}",
+                detail=_how_it_ended(event),
             ),
         )
     if event.failure:
         _fail(draft, event.failure)
     departure = draft.departed.get(event.member_id)
+    if not clean and departure is not None and departure.ending == Ending.STREAM_BROKEN:
+        draft.correct_ending(event.member_id, Ending.PROCESS_EXITED)
+        draft.records.append(
+            Record(
+                kind="member_exited",
+                generation=draft.number,
+                member_id=event.member_id,
+                attributes={
+                    "rank": "" if departure.rank < 0 else str(departure.rank),
+                    "detail": _how_it_ended(event),
+                },
+            )
+        )
     return ExitNoted(
         was_member=known or departure is not None,
         rank=departure.rank if departure is not None else -1,
     )
+
+
+def _how_it_ended(event: ExitReported) -> str:
+    if not event.signal:
+        return f"its process ended with exit code {event.exit_code}"
+    try:
+        return f"its process ended with {signal.Signals(event.signal).name}"
+    except ValueError:  # a real-time signal
+        return f"its process ended with signal {event.signal}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,6 +267,13 @@ class Draft:
             }
         self.unplaced.pop(member_id, None)
 
+    def correct_ending(self, member_id: str, ending: str) -> None:
+        """Replaces the recorded ending of a former member."""
+        if self._departed is None:
+            self._departed = dict(self._before.departed)
+        self._departed[member_id] = replace(self._departed[member_id], ending=ending)
+        self._changed_departed.add(member_id)
+
     def pulse(self, member_id: str) -> Pulse | None:
         """Returns a member's last heartbeat state; None if it has not sent anything since it
         joined."""

@@ -184,10 +184,10 @@ class Record:
 
     kind: str
     """One of job_created, run_began, run_resumed, member_joined, member_ready, member_lost,
-    member_left, member_quarantined, machine_leaving, machine_unhealthy, machine_excluded,
-    machine_readmitted, drain_requested, generation_formed, collective_failed, job_on_hold,
-    step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
-    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped,
+    member_left, member_exited, member_quarantined, machine_leaving, machine_unhealthy,
+    machine_excluded, machine_readmitted, drain_requested, generation_formed, collective_failed,
+    job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed,
+    job_finished, server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped,
     tensors_declared, partitions_moved, move_failed, server_draining and server_drained."""
     generation: int = 0
     member_id: str = ""

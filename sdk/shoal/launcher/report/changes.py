@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-_SIGNAL: Final = "its process ended with signal "
+_PROCESS: Final = "its process ended with "
 _LEAVES: Final = ("drained",)
 """Reasons for members to leave while the run continues."""
 _MORE: Final = re.compile(r" and (\d+) more$")
@@ -78,7 +77,8 @@ class Changes:
     """Ids of this launcher's members at the time when a signal ended its run. Their departures are
     a consequence of the signal and are not counted."""
 
-    _lost: list[str] = field(default_factory=list)
+    _lost: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Lost members since the last generation, by id: name and cause."""
     _left: list[str] = field(default_factory=list)
     _has_begun: bool = False
     _is_over: bool = False
@@ -98,12 +98,16 @@ class Changes:
         match event.kind:
             case "member_lost" if attributes.get("rank"):
                 how = endings.get(event.member_id) or _how(attributes.get("detail", ""))
-                self._lost.append(f"{attributes.get('who') or f'member {event.member_id}'} {how}")
+                who = attributes.get("who") or f"member {event.member_id}"
+                self._lost[event.member_id] = (who, how)
                 self.faults += 1
+            case "member_exited" if event.member_id in self._lost:
+                how = endings.get(event.member_id) or _how(attributes.get("detail", ""))
+                self._lost[event.member_id] = (self._lost[event.member_id][0], how)
             case "member_quarantined" if attributes.get("rank"):
-                self._lost.append(
-                    f"{attributes.get('who') or f'member {event.member_id}'} was not "
-                    f"admitted: {attributes.get('reason', '')}"
+                self._lost[event.member_id] = (
+                    attributes.get("who") or f"member {event.member_id}",
+                    f"was not admitted: {attributes.get('reason', '')}",
                 )
                 self.faults += 1
             case "step_stands" if not self._is_over:
@@ -126,7 +130,7 @@ class Changes:
             case "generation_formed":
                 self._formed(event)
             case "run_began" | "run_resumed":
-                self._lost, self._left, self._has_begun, self._is_over = [], [], False, False
+                self._lost, self._left, self._has_begun, self._is_over = {}, [], False, False
             case "job_finished" | "stop_requested" | "job_failed":
                 self._is_over = True
 
@@ -140,21 +144,17 @@ class Changes:
                 Change(
                     generation=event.generation,
                     world_size=int(event.attributes.get("world_size", "0")),
-                    faults=tuple(self._lost),
+                    faults=tuple(f"{who} {how}" for who, how in self._lost.values()),
                     joins=joins,
                     leaves=tuple(self._left),
                 )
             )
         self._has_begun, self.generation = True, event.generation
-        self._lost, self._left = [], []
+        self._lost, self._left = {}, []
 
 
 def _how(detail: str) -> str:
     """Describes how a member ended, as the rest of a sentence: for example "was lost"."""
-    number = detail.removeprefix(_SIGNAL)
-    if number != detail and number.isdigit():
-        try:
-            return f"ended with {signal.Signals(int(number)).name}"
-        except ValueError:
-            return f"ended with signal {number}"
+    if detail.startswith(_PROCESS):
+        return detail.removeprefix("its process ")
     return f"was lost: {detail}" if detail else "was lost"

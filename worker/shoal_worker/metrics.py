@@ -83,7 +83,7 @@ class WorkerMetrics:
         self.share = Gauge(
             "shoal_worker_step_share",
             "This worker's micro-batches per step, relative to an equal share, if they are dealt "
-            "by speed; 0 if they are dealt evenly.",
+            "by speed or a step has fewer of them than ranks; otherwise 0.",
             registry=self.registry,
         )
         self.reform_seconds = Histogram(

@@ -289,8 +289,31 @@ def test_plain_batches_cannot_be_balanced():
         ElasticDataLoader(torch.arange(8), global_batch_size=4, balance=True)
 
 
+def test_shares_show_that_a_rank_gets_no_micro_batch():
+    def shares(global_batch_size, samples, dealt):
+        return [
+            balance.Balance(
+                global_batch_size=global_batch_size, micro_batch_size=8, wanted=False
+            ).share(
+                SimpleNamespace(
+                    placement=Placement(generation=1, rank=rank, world_size=3),
+                    positions=range(samples),
+                ),
+                blocks,
+            )
+            for rank, blocks in enumerate(dealt)
+        ]
+
+    assert shares(16, 16, [1, 1, 0]) == [1.5, 1.5, 0.0]
+    assert shares(24, 24, [1, 1, 1]) == [0.0] * 3
+    assert shares(24, 8, [1, 0, 0]) == [0.0] * 3, "only the last step of an epoch is short"
+
+
 def test_a_round_that_ends_with_a_short_step_counts():
-    offers, balances = [], [balance.Balance(micro_batch_size=2, wanted=True) for _ in range(2)]
+    offers, balances = (
+        [],
+        [balance.Balance(global_batch_size=16, micro_batch_size=2, wanted=True) for _ in range(2)],
+    )
     placements = [Placement(generation=1, rank=rank, world_size=2) for rank in range(2)]
 
     def step(rank, samples):

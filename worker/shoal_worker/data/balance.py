@@ -128,14 +128,18 @@ class DealtToRank(Protocol):
 class Balance:
     """Decides how a loader's steps are divided among ranks by speed."""
 
-    def __init__(self, *, micro_batch_size: int | None, wanted: bool) -> None:
+    def __init__(
+        self, *, global_batch_size: int, micro_batch_size: int | None, wanted: bool
+    ) -> None:
         """Starts with equal shares.
 
         Args:
+            global_batch_size: number of samples in a step.
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
                 batches, always evenly.
             wanted: False to deal evenly.
         """
+        self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._wanted = wanted
         self._generation = -1
@@ -158,12 +162,13 @@ class Balance:
         return self._costs
 
     def share(self, step: DealtToRank, blocks: int) -> float:
-        """Returns the ratio of `blocks` micro-batches to an equal share of the step; 0 if the step
-        is dealt evenly."""
-        if self._costs is None or self._micro_batch_size is None:
+        """Returns the ratio of `blocks` micro-batches to an equal share of the step, if steps are
+        dealt by speed or have fewer micro-batches than ranks; otherwise 0."""
+        if self._micro_batch_size is None:
             return 0.0
-        items = -(-len(step.positions) // self._micro_batch_size)
-        return blocks * step.placement.world_size / items
+        ranks, items = step.placement.world_size, self._micro_batches(step)
+        too_few = self._global_batch_size <= (ranks - 1) * self._micro_batch_size
+        return blocks * ranks / items if self._costs is not None or too_few else 0.0
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
         """Starts timing a micro-batch, before it is fetched. Times only the two steps before an

@@ -154,7 +154,7 @@ class Delivery:
                     weight=weight,
                     total_weight=total,
                     micro_batches=len(dealt.blocks),
-                    by_speed=self._balance.share(dealt, len(dealt.blocks)),
+                    of_equal=self._balance.share(dealt, len(dealt.blocks)),
                     most_micro_batches=dealt.most_blocks,
                 )
             )

@@ -239,6 +239,7 @@ class ElasticDataLoader:
         self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
         self._balance = Balance(
+            global_batch_size=size,
             micro_batch_size=None if isinstance(dataset, ShardedStream) else micro_batch_size,
             wanted=balance,
         )

@@ -7,6 +7,8 @@ slowest. The slowest rank is the one that waits least: its time outside of waits
 behind it. That rank is identified as the endpoint of most of the permanently busy connections
 (Progress.busy_link).
 
+If a step has fewer micro-batches than ranks, some ranks have no work. Then no rank is called slow.
+
 Members that lease their batches (async_sgd) get batches in proportion to their speed, so a slow one
 is a straggler only if the others wait for it.
 """
@@ -27,6 +29,7 @@ _SHARE_OF_STEP: Final = 0.2
 """Minimum fraction by which steps would become shorter if a straggler were as fast as the other
 ranks."""
 _LEAST_S: Final = 0.05
+_MOST_NAMED: Final = 4
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
@@ -108,6 +111,15 @@ def stragglers(reports: list[Report], *, leased: bool = False) -> dict[str, str]
 
 
 def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
+    if idle := _without_work(reports):
+        names = ", ".join(one.name for one in idle[:_MOST_NAMED])
+        more = f" and {len(idle) - _MOST_NAMED} more" if len(idle) > _MOST_NAMED else ""
+        text = (
+            f"{names}{more} {'has' if len(idle) == 1 else 'have'} no work: a step has fewer "
+            "micro-batches than there are ranks; choose a smaller micro_batch_size, a larger "
+            "global_batch_size, or fewer workers"
+        )
+        return {idle[0].member_id: text}
     found = {}
     for one in reports:
         others = [other for other in reports if other is not one]
@@ -128,6 +140,18 @@ def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
                 )
             found[one.member_id] = text
     return found
+
+
+def _without_work(reports: list[Report]) -> list[Report]:
+    """Returns the ranks that get no micro-batch in a step although others do."""
+    working = [one.progress.busy_time_s for one in reports if one.progress.share > 0]
+    if not working:
+        return []
+    return [
+        one
+        for one in reports
+        if one.progress.share == 0 and one.progress.busy_time_s < median(working) / 2
+    ]
 
 
 def _by_connection(reports: list[Report]) -> dict[str, str]:

@@ -70,9 +70,9 @@ class Share:
     micro_batches: int | None
     """Number of micro-batches of this rank in this step (may be 0); None: the step has one plain
     batch per rank."""
-    by_speed: float = 0.0
-    """This rank's number of micro-batches divided by its number in an even distribution, if
-    micro-batches are dealt by speed; otherwise 0."""
+    of_equal: float = 0.0
+    """This rank's number of micro-batches divided by an equal share, if micro-batches are dealt by
+    speed or a step has fewer micro-batches than ranks; otherwise 0."""
     most_micro_batches: int = 0
     """Largest number of micro-batches on any rank. If the strategy communicates in every pass, each
     rank runs this number of passes, some of them without a micro-batch of its own."""

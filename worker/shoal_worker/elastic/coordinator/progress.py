@@ -85,8 +85,8 @@ class Progress:
     """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
     share: float = 0.0
-    """This rank's number of micro-batches divided by its number in an even distribution, if
-    micro-batches are dealt by speed; otherwise 0."""
+    """This rank's number of micro-batches divided by an equal share, if micro-batches are dealt by
+    speed or a step has fewer micro-batches than ranks; otherwise 0."""
     upload_backlog_bytes: int = 0
     """Size of the checkpoints on this rank's disk that have not been uploaded yet, in bytes."""
     script_line: str = ""

@@ -241,7 +241,7 @@ class StepLifecycle:
             share = dataclasses.replace(
                 share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0)
             )
-        self._progress.share = share.by_speed
+        self._progress.share = share.of_equal
         step.assign(share)
         step.handed_out = True
         may_be_lost = self._elastic and not self._held.engine.asynchronous

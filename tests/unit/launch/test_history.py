@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import signal
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from shoal.launcher.processes.process import start_ticks
+from rich.console import Console
+from shoal.cli.terminal.past import run_view, runs_view
+from shoal.launcher.processes.process import ExitStatus, start_ticks
 from shoal.launcher.report.account import Pause, RunFigures
 from shoal.launcher.report.changes import Change
 from shoal.launcher.report.comparison import compare
@@ -33,6 +39,7 @@ from shoal.launcher.run import recorder
 from shoal.launcher.run.recorder import RunRecorder
 from shoal.launcher.run.submissions import write_record
 from shoal.launcher.workers.output import Stream
+from shoal.launcher.workers.policy import WorkerExit
 from shoal.launcher.workers.settings import RunSettings
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
@@ -288,6 +295,59 @@ def test_a_record_has_the_script_and_its_arguments_and_no_environment(
     assert (run.outcome, run.end.reason, run.end.faults) == (Outcome.STOPPED, "enough", 1)
     assert run.figures() == figures()
     assert all("hunter2" not in path.read_text() for path in state.glob("*/*/*"))
+
+
+def test_a_worker_that_was_replaced_is_listed_last_and_named_as_replaced(state: Path) -> None:
+    recording = RunRecorder.begin(SETTINGS)
+    assert recording is not None
+    killed, done = ExitStatus.from_returncode(-signal.SIGKILL), ExitStatus(0)
+    # rank 2 of the run became rank 1 after the death of rank 1
+    for index, rank, pid, status in (
+        (0, 0, 10, killed),
+        (1, 1, 11, killed),
+        (0, 0, 12, done),
+        (2, 1, 13, done),
+    ):
+        ended = WorkerExit(
+            index=index,
+            rank=rank,
+            started_as=index,
+            pid=pid,
+            status=status,
+            host="h",
+            unix_s=0.0,
+        )
+        recording.worker_ended(ended, member_id=str(pid))
+    recording.end(Outcome.COMPLETED, "", exit_status=0, figures=figures(), course=Course())
+    shown = Console(width=100, file=io.StringIO())
+    shown.print(run_view(History().find("train/1"), datetime.now(UTC), []))
+    rows = re.findall(
+        r"^ +(\d) .* (\d+) .* (exit .*?|SIG.*?) *$", shown.file.getvalue(), re.MULTILINE
+    )
+    assert rows == [
+        ("0", "12", "exit code 0"),
+        ("1", "11", "SIGKILL"),
+        ("1", "13", "exit code 0"),
+        ("0", "10", "SIGKILL, replaced"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "step"),
+    [
+        (END, "300"),
+        (replace(END, outcome=Outcome.INTERRUPTED, last_step=120), "120 of 300"),
+        (replace(END, outcome=Outcome.INTERRUPTED, last_step=120, steps_in_all=0), "120"),
+        # interrupted after a resume, before its first step
+        (replace(END, outcome=Outcome.INTERRUPTED, last_step=0, steps_in_all=0, steps=0), "-"),
+    ],
+)
+def test_the_list_of_runs_shows_how_far_each_came(tmp_path: Path, end: RunEnd, step: str) -> None:
+    shown = Console(width=100, file=io.StringIO())
+    shown.print(runs_view([kept(tmp_path, "a", 1, end=end)]))
+    header, row = shown.file.getvalue().splitlines()
+    at = header.index(" step ") + len(" step")
+    assert row[:at].split("  ")[-1].strip() == step
 
 
 def test_nothing_is_recorded_if_none_are_to_be_kept(

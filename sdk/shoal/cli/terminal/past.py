@@ -35,7 +35,7 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
         Column("took", [_took(run) for run in runs], dispensable=3),
         Column("strategy", [end.strategy if end else "" for end in ends], 4, right=False),
         Column("ranks", [str(end.ranks or _NOTHING) if end else _NOTHING for end in ends], 2),
-        Column("steps", [f"{end.last_step:,}" if end else _NOTHING for end in ends]),
+        Column("step", [_last_step(end) for end in ends]),
         Column("faults", [str(end.faults) if end else _NOTHING for end in ends], 1),
         Column("outcome", [_outcome(run) for run in runs], right=False),
     )
@@ -136,15 +136,28 @@ def _headline(run: RecordedRun, now: datetime) -> Text:
     return text
 
 
+def _last_step(end: RunEnd | None) -> str:
+    """Returns the number of the last step that a run has committed; for a run that is not complete,
+    also the number of all steps, if known."""
+    if end is None or not end.last_step:
+        return _NOTHING  # a run that resumed from a checkpoint has steps, but took none
+    unfinished = end.outcome is not Outcome.COMPLETED and end.steps_in_all > end.last_step
+    return f"{end.last_step:,}" + (f" of {end.steps_in_all:,}" if unfinished else "")
+
+
 def _worker_table(end: RunEnd) -> FittingTable:
-    workers = sorted(end.workers, key=lambda worker: worker.rank)
+    workers = sorted(end.workers, key=lambda worker: (worker.replaced, worker.rank))
     return FittingTable(
         Column("rank", [str(worker.rank) for worker in workers]),
         Column("host", [worker.host for worker in workers], dispensable=1, right=False),
         Column("pid", [str(worker.pid) for worker in workers]),
         Column("step", [f"{worker.steps:,}" if worker.steps else _NOTHING for worker in workers]),
         Column("loss", [_significant(worker.loss) for worker in workers]),
-        Column("ended with", [worker.ended for worker in workers], right=False),
+        Column(
+            "ended with",
+            [f"{worker.ended}{', replaced' * worker.replaced}" for worker in workers],
+            right=False,
+        ),
     )
 
 

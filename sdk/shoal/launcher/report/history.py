@@ -95,6 +95,8 @@ class WorkerEnd:
     """Number of committed steps of the run when the worker exited; 0 if the worker did not commit
     any."""
     loss: float | None
+    replaced: bool = False
+    """True if the launcher started another process in place of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

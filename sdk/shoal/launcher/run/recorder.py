@@ -162,7 +162,15 @@ class RunRecorder:
             lost_s=figures.lost_s,
             loss=_finite(figures.loss),
             metrics=dict(course.metrics) if course.has_begun else {},
-            workers=tuple(_worker(ended, member_id, course) for member_id, ended in self._workers),
+            workers=tuple(
+                _worker(
+                    ended,
+                    member_id,
+                    course,
+                    replaced=any(later.index == ended.index for _, later in self._workers[at:]),
+                )
+                for at, (member_id, ended) in enumerate(self._workers, start=1)
+            ),
         )
         try:
             write_run(replace(self._run, end=end))
@@ -261,7 +269,7 @@ def _settings(settings: RunSettings) -> Mapping[str, str]:
     return {name: str(value) for name, value in values.items() if value or name == "workers"}
 
 
-def _worker(ended: WorkerExit, member_id: str, course: Course) -> WorkerEnd:
+def _worker(ended: WorkerExit, member_id: str, course: Course, *, replaced: bool) -> WorkerEnd:
     tally = course.last_of(member_id)
     return WorkerEnd(
         rank=ended.rank,
@@ -270,6 +278,7 @@ def _worker(ended: WorkerExit, member_id: str, course: Course) -> WorkerEnd:
         ended=str(ended.status),
         steps=0 if tally is None else tally.steps,
         loss=None if tally is None else _finite(tally.counts.loss),
+        replaced=replaced,
     )
 
 

@@ -10,6 +10,8 @@ marked with comments. The loop is converted if it has this shape, in one block o
             ...
             loss.backward()
             optimizer.step()
+
+The block may be the body of `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from shoal.checking.script import Loop, Script
 
 MARK: Final = "# shoal: "
 _OTHER_LIBRARIES: Final = {
-    "torch.distributed": "ddp.md",
-    "torch.nn.parallel": "ddp.md",
-    "torch.nn.DataParallel": "ddp.md",
-    "accelerate": "accelerate.md",
-    "deepspeed": "deepspeed.md",
-    "lightning": "trainers.md",
-    "pytorch_lightning": "trainers.md",
-    "transformers.Trainer": "trainers.md",
+    "torch.distributed": "migration/ddp.md",
+    "torch.nn.parallel": "migration/ddp.md",
+    "torch.nn.DataParallel": "migration/ddp.md",
+    "accelerate": "migration/accelerate.md",
+    "deepspeed": "migration/deepspeed.md",
+    "lightning": "migration/trainers.md",
+    "pytorch_lightning": "migration/trainers.md",
+    "transformers.Trainer": "migration/trainers.md",
+    "trl": "guides/trl.md",
 }
-"""Libraries that already distribute a script, and their pages in docs/migration."""
+"""Libraries that already distribute a script, and their pages in docs."""
 _BY_EPOCHS: Final = (
     "`for epoch in loader.epochs(n):` and inside it `for batch in loader:`, where loader is a "
     "shoal.ElasticDataLoader"
@@ -154,10 +157,9 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     epochs = attempt(lambda: _epochs(script))
     if epochs is None:
         return None
-    scope = script.scope(epochs)
-    block = script.tree.body if scope is None else scope.body
+    block, own = _block(script, epochs)
     attempt(lambda: _check_range(epochs))
-    attempt(lambda: _check_scope(script, block, epochs))
+    attempt(lambda: _check_scope(script, epochs))
     first_import = attempt(lambda: _first_import(script))
     inner = attempt(lambda: _batches(script, epochs))
     if inner is None:
@@ -172,8 +174,10 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
         obstacles.append(_Unclear("the optimizer's step comes before backward()", step[1]))
     made = [optimizer[0]] if optimizer else []
     for created in (*made, *([script.statement(loader[1])] if loader else [])):
-        if epochs in block and block.index(created) > block.index(epochs):
+        if block.index(created) > block.index(epochs):
             obstacles.append(_Unclear("it is created after the training loop", created))
+        elif created not in own:
+            obstacles.append(_Unclear("it is created outside of the block of the loop", created))
     if optimizer and loader:
         attempt(lambda: _check_names(script, block, optimizer, inner, loader[0]))
     own_lines = (*made, backward and backward[0], step and step[1], scheduler)
@@ -208,7 +212,7 @@ def _epochs(script: Script) -> ast.For:
         used.update(module or [alias.name for alias in imported.names])
     for library, page in _OTHER_LIBRARIES.items():
         if script.imports(library) or any(f"{each}.".startswith(f"{library}.") for each in used):
-            raise _Unclear(f"the script uses {library}; see docs/migration/{page}")
+            raise _Unclear(f"the script uses {library}; see docs/{page}")
     if script.imports("shoal"):
         raise _Unclear("the script already uses Shoal")
     loops = script.training_loops()
@@ -239,9 +243,35 @@ def _check_range(epochs: ast.For) -> None:
         raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
 
 
-def _check_scope(script: Script, block: list[ast.stmt], epochs: ast.For) -> None:
+def _block(script: Script, epochs: ast.For) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """Returns the statements of the loop's scope, with the contents of each statement around the
+    loop in its place; and the statements of the innermost block that contains the loop."""
     scope = script.scope(epochs)
-    if epochs not in block:
+    own = script.tree.body if scope is None else scope.body
+    block = [*own]
+    around = {epochs, *script.above(epochs)}
+    while epochs not in own:
+        (outer,) = around & {*own}
+        own = next(
+            inner
+            for _, inner in ast.iter_fields(outer)
+            if isinstance(inner, list) and around & {*inner}
+        )
+        at = block.index(outer)
+        block[at : at + 1] = own
+    return block, own
+
+
+def _check_scope(script: Script, epochs: ast.For) -> None:
+    scope = script.scope(epochs)
+    outer = next(script.above(epochs))
+    guarded = (
+        isinstance(outer, ast.If)
+        and outer in script.tree.body
+        and epochs in outer.body
+        and ast.unparse(outer.test) == "__name__ == '__main__'"
+    )
+    if not guarded and outer is not (script.tree if scope is None else scope):
         raise _Unclear("the loop over epochs is inside another statement", epochs)
     if scope is not None and scope not in script.unguarded_scopes:
         raise _Unclear(

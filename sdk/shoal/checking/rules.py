@@ -673,16 +673,30 @@ def _devices(script: Script) -> Iterator[Finding]:
             )
 
 
+_TRAINERS: Final = re.compile(r"(transformers|trl)\.(?:\w+\.)*((?:Seq2Seq|SFT|DPO)?Trainer)")
+_ARGUMENTS: Final = {
+    "Trainer": "TrainingArguments",
+    "Seq2SeqTrainer": "Seq2SeqTrainingArguments",
+    "SFTTrainer": "SFTConfig",
+    "DPOTrainer": "DPOConfig",
+}
+"""Trainers of transformers and TRL with a counterpart in `shoal.integrations`, and the class of
+their arguments there."""
+
+
 def _trainers(script: Script) -> Iterator[Finding]:
+    bases = (base for each in script.of_type(ast.ClassDef) for base in each.bases)
+    for node in (*(call.func for call in script.calls()), *bases):
+        if found := _TRAINERS.fullmatch(script.full_name(node)):
+            library, trainer = found.groups()
+            yield _finding(
+                node,
+                f"{library}'s {trainer} restarts all workers when one dies",
+                f"from shoal.integrations.{library} import {trainer}, {_ARGUMENTS[trainer]}",
+            )
     for call in script.calls():
         name = script.full_name(call.func)
-        if name == "transformers.Trainer":
-            yield _finding(
-                call,
-                "transformers' Trainer restarts all workers when one dies",
-                "from shoal.integrations.transformers import Trainer, TrainingArguments",
-            )
-        elif re.fullmatch(r"(lightning|pytorch_lightning)(\.pytorch)?\.Trainer", name):
+        if re.fullmatch(r"(lightning|pytorch_lightning)(\.pytorch)?\.Trainer", name):
             if not script.imports("shoal.integrations.lightning"):
                 yield _finding(
                     call,

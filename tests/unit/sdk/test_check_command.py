@@ -241,6 +241,31 @@ def test_a_script_with_a_trainer_of_shoal_is_checked(trainer: str) -> None:
     assert [source.splitlines()[each.line - 1] for each in found] == lines
 
 
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (
+            "import transformers\ntransformers.Trainer(net).train()",
+            "from shoal.integrations.transformers import Trainer, TrainingArguments",
+        ),
+        (
+            "from transformers import Seq2SeqTrainer\nSeq2SeqTrainer(net).train()",
+            "from shoal.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments",
+        ),
+        (
+            "from trl import SFTTrainer\nSFTTrainer(net).train()",
+            "from shoal.integrations.trl import SFTTrainer, SFTConfig",
+        ),
+        (
+            "import trl\nclass Mine(trl.DPOTrainer):\n    pass",
+            "from shoal.integrations.trl import DPOTrainer, DPOConfig",
+        ),
+    ],
+)
+def test_a_trainer_with_an_elastic_counterpart_is_found(source: str, remedy: str) -> None:
+    assert [(each.line, each.remedy) for each in check(source) or []] == [(2, remedy)]
+
+
 def test_the_command_names_file_line_and_remedy_and_fails_if_there_are_findings(
     tmp_path: Path,
 ) -> None:

@@ -8,6 +8,8 @@ import pty
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,50 @@ def test_the_optimizer_may_have_some_parameters_of_the_model_or_groups(
     assert f"{made}\n{distributed}\n" in conversion.source
 
 
+_AFTER_IMPORTS = "\n\ntorch.manual_seed"
+
+
+def _within(head: str) -> str:
+    """Returns the plain example with everything after its imports inside of a statement."""
+    imports, split, rest = _PLAIN.partition(_AFTER_IMPORTS)
+    assert split
+    return f"{imports}\n\n{head}\n{textwrap.indent(_AFTER_IMPORTS.lstrip() + rest, '    ')}"
+
+
+def test_a_script_under_a_main_guard_is_converted() -> None:
+    guard = 'if __name__ == "__main__":\n'
+    conversion = convert(_within(guard.rstrip()))
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    plain = convert(_PLAIN)
+    assert plain is not None
+    body = textwrap.dedent(conversion.source.partition(guard)[2])
+    assert body == _AFTER_IMPORTS.lstrip() + plain.source.partition(_AFTER_IMPORTS)[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "obstacles"),
+    [
+        (lambda: _within("if train:"), ["the loop over epochs is inside another statement"]),
+        (
+            lambda: _PLAIN.replace(
+                _PLAIN[_PLAIN.index(_RANGE) :],
+                'if __name__ == "__main__":\n'
+                + textwrap.indent(_PLAIN[_PLAIN.index(_RANGE) :], "    "),
+            ),
+            ["it is created outside of the block of the loop"] * 2,
+        ),
+    ],
+)
+def test_a_loop_in_another_block_has_only_true_obstacles(
+    source: Callable[[], str], obstacles: list[str]
+) -> None:
+    conversion = convert(source())
+    assert conversion is not None
+    assert [each.partition(": ")[2] for each in conversion.obstacles] == obstacles
+    assert conversion.changes == 0
+
+
 _RANGE = "for epoch in range(300):"
 _STEP = "        optimizer.step()"
 _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
@@ -193,6 +239,7 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         ("import torch\n", "import torch\nimport accelerate\n", "docs/migration/accelerate.md"),
         (_RANGE, "for epoch in range(1, 301):", "not `for ... in range(n)`"),
         (_RANGE, "while True:", "not `for ... in range(n)`"),
+        ("import torch\n", "import torch\nimport trl\n", "docs/guides/trl.md"),
         (_RANGE, "for epoch in range(first, 300):", "shoal.resume restores the epoch"),
         (_STEP, "        if loss < 9:\n            optimizer.step()", "optimizer.step()"),
         (_STEP, "        optimizer.step(None)", "optimizer.step()"),

@@ -23,6 +23,7 @@ import trl
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.session import collectives
 from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.engine.state.parameters import check_unquantized
 from shoal_worker.state.digest import state_digest, tensor_digest
 from shoal_worker.strategies.model import ShardedModel
 from torch import nn
@@ -75,6 +76,8 @@ class _Counted:
             total = self._sums.setdefault(name, [0.0, 0.0])
             if divided:
                 weights = math.fsum(weight for _, weight in pairs)
+                if weights == 0:  # no part has trained tokens
+                    pairs, weights = [(value, 1.0) for value, _ in pairs], float(len(pairs))
                 total[0] += math.fsum(value * weight for value, weight in pairs) / weights
                 total[1] += 1
             else:
@@ -156,7 +159,8 @@ class _Trained(Trainer):
         if step is not None and step.micro_batch_index is not None:
             index = step.micro_batch_index
         tokens, values = self._total_train_tokens, self._take_values("train")
-        if weight > 0:  # otherwise a stand-in batch
+        # a micro-batch without trained tokens has the weight 0, but counts as in TRL
+        if weight > 0 or (step is not None and step.weigh is not None):
             self._parts.append((index, weight, int(tokens), values))
         return loss
 
@@ -267,6 +271,12 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
         args = DPOConfig("tmp_trainer") if args is None else args
         if isinstance(args, DPOConfig):
             _check_preferences(args)
+        if isinstance(ref_model, nn.Module):
+            check_unquantized(
+                ref_model,
+                kind="reference model",
+                instead=", or leave out ref_model and train an adapter (peft_config=)",
+            )
         if ref_model is None and named.get("peft_config") is None:
             _load_on_one_device(args)  # TRL may load the model again
         super().__init__(model, args, ref_model=ref_model, **named)

@@ -3,6 +3,7 @@ combine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def preferring(**arguments: Any) -> Callable[[Path], Any]:
     return make
 
 
+def with_quantized_reference(directory: Path) -> Any:
+    """A stand-in for bitsandbytes, as in tests/unit/worker_strategies/test_odd_parameters.py."""
+    import torch
+    from shoal.integrations.trl import DPOTrainer
+
+    quantized: Any = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    reference = nn.Linear(1, 1)
+    reference.weight = quantized(torch.zeros(1, 1), requires_grad=False)
+    return DPOTrainer(nn.Linear(1, 1), reference, preferences(directory))
+
+
 def rewarding(directory: Path) -> Any:
     import trl
     from shoal.integrations.transformers import Trainer
@@ -65,6 +77,7 @@ def rewarding(directory: Path) -> Any:
         (preferring(precompute_ref_log_probs=True), "precompute_ref_log_probs=True is not"),
         (preferring(loss_type=["aot"]), "loss_type='aot' depends on the batch as a whole"),
         (preferring(loss_type=["sigmoid", "sft"]), "loss_type='sft' depends on the batch"),
+        (with_quantized_reference, "Expected a reference model that is not quantized"),
         (rewarding, "Rewarding inherits from TRL's RewardTrainer"),
     ],
 )
@@ -75,20 +88,29 @@ def test_what_would_give_wrong_values_is_refused(
         make(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_a_named_model_is_not_spread_over_gpus(tmp_path: Path, kind: str) -> None:
-    import datasets
+def small_tokenizer() -> Any:
     import transformers
-    from shoal.integrations.trl import DPOTrainer, SFTConfig, SFTTrainer
     from tokenizers import Tokenizer, models
 
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2, "<unk>": 3}, unk_token="<unk>"))
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<eos>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def small_model() -> Any:
+    import transformers
+
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 4}
-    configuration = transformers.LlamaConfig(num_attention_heads=1, **shape)
-    transformers.LlamaForCausalLM(configuration).save_pretrained(tmp_path / "base")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **shape))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_named_model_is_not_spread_over_gpus(tmp_path: Path, kind: str) -> None:
+    import datasets
+    from shoal.integrations.trl import DPOTrainer, SFTConfig, SFTTrainer
+
+    small_model().save_pretrained(tmp_path / "base")
     row = {"prompt": "a", "completion": "b"} if kind == "sft" else {}
     trainer_class: Any = SFTTrainer if kind == "sft" else DPOTrainer
     trainer = trainer_class(
@@ -99,10 +121,44 @@ def test_a_named_model_is_not_spread_over_gpus(tmp_path: Path, kind: str) -> Non
         train_dataset=datasets.Dataset.from_list(
             [row or {"prompt": "a", "chosen": "b", "rejected": "a"}]
         ),
-        processing_class=tokenizer,
+        processing_class=small_tokenizer(),
     )
     assert trainer.args.model_init_kwargs == {"device_map": None}
     assert getattr(trainer.model, "hf_device_map", None) is None
+
+
+def test_a_micro_batch_without_trained_tokens_counts_in_the_logged_values(tmp_path: Path) -> None:
+    import datasets
+    from shoal.integrations.trl import SFTConfig, SFTTrainer
+
+    trainer = SFTTrainer(
+        small_model(),
+        args=SFTConfig(
+            str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            max_length=None,  # otherwise TRL drops such rows
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            bf16=False,
+            use_cpu=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(
+            [
+                {"input_ids": [0, 1, 0], "labels": [0, 1, 0]},
+                {"input_ids": [1, 0], "labels": [-100, -100]},
+            ]
+        ),
+        processing_class=small_tokenizer(),
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["num_tokens"] == 5
+    # the mean over both micro-batches; TRL's entropy of one without trained tokens is 0
+    assert 0 < logged["entropy"] <= math.log(4) / 2 + 1e-6
 
 
 def test_another_reference_model_is_refused_by_a_joiner_and_at_a_resume() -> None:
@@ -129,3 +185,5 @@ def test_values_are_means_over_micro_batches_or_over_the_samples_of_divided_batc
     assert restored.take() == {}
     restored.add([(1, 3.0, 5, {"entropy": 4.0}), (0, 1.0, 7, {"entropy": 2.0})], divided=True)
     assert restored.take() == {"entropy": 3.5, "num_tokens": 25}
+    restored.add([(1, 0.0, 5, {"entropy": 0.0}), (0, 0.0, 7, {"entropy": 0.0})], divided=True)
+    assert restored.take() == {"entropy": 0.0, "num_tokens": 37}

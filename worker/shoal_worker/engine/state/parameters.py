@@ -113,18 +113,19 @@ def check_shaped(module: nn.Module) -> None:
         )
 
 
-def check_unquantized(module: nn.Module) -> None:
+def check_unquantized(module: nn.Module, *, kind: str = "base model", instead: str = "") -> None:
     """Raises ConfigurationError if bitsandbytes has quantized a parameter of the module, because
-    some values of such a parameter are stored in attributes of the Python object."""
+    some values of such a parameter are stored in attributes of the Python object. `kind`: what the
+    module is, `instead`: how to save memory without quantization; both for the error."""
+    instead = instead or ", and set strategy='zero3' or 'fsdp' to divide it among the ranks"
     for name, parameter in module.named_parameters():
-        kind = type(parameter)
-        if any(one.__module__.partition(".")[0] == "bitsandbytes" for one in kind.__mro__):
+        found = type(parameter)
+        if any(one.__module__.partition(".")[0] == "bitsandbytes" for one in found.__mro__):
             raise ConfigurationError(
-                f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, whose scales are "
+                f"parameter {name!r} is a {found.__module__}.{found.__name__}, whose scales are "
                 "neither parameters nor buffers, so ranks could not compare, send or save them. "
-                "Expected a base model that is not quantized in 4 or 8 bits: load it without "
-                "quantization_config, in bfloat16, and set strategy='zero3' or 'fsdp' to divide "
-                "it among the ranks",
+                f"Expected a {kind} that is not quantized in 4 or 8 bits: load it without "
+                f"quantization_config, in bfloat16{instead}",
                 reason="QUANTIZED_BY_BITSANDBYTES",
             )
 

@@ -251,7 +251,7 @@ def _block(script: Script, epochs: ast.For) -> tuple[list[ast.stmt], list[ast.st
     block = [*own]
     around = {epochs, *script.above(epochs)}
     while epochs not in own:
-        (outer,) = around & {*own}
+        outer = next(each for each in own if each in around)
         own = next(
             inner
             for _, inner in ast.iter_fields(outer)

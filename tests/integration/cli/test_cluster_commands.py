@@ -394,6 +394,40 @@ def test_a_terminal_that_stalls_does_not_hold_up_the_end(shell: Shell) -> None:
         os.close(ours)
 
 
+def test_standard_error_says_what_the_end_of_a_run_with_a_blocked_standard_output_waits_for(
+    shell: Shell,
+) -> None:
+    script = shell.script("print('x' * 1_000_000)")
+    shortly = (
+        "from datetime import timedelta\n"
+        "import shoal.cli.terminal.console as c, shoal.launcher.workers.output as o\n"
+        "c._LAST_OUTPUT_TIMEOUT, o._SILENT_S = timedelta(seconds=1), 0.5\n"
+        "from shoal.cli import main\n"
+        "main()"
+    )
+    flags = ("run", "--standalone", "--tee", "3", "--log-dir", "memory://bucket/logs")
+    ours, theirs = pty.openpty()
+    errors = shell.directory / "errors"
+    with errors.open("wb") as error:
+        process = subprocess.Popen(
+            [sys.executable, "-c", shortly, *flags, str(script)],
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=error,
+            env={**shell.environment, "TERM": "xterm"},
+        )
+    os.close(theirs)
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        os.close(ours)
+    said = errors.read_text()
+    assert "the run has ended; waiting up to 0.5 s for the terminal to accept" in said
+    assert "shoal: logs: memory://bucket/logs/" in said
+    assert "did not accept the workers' last output within 1 s" in said
+
+
 def read_to_end(terminal: int) -> bytes:
     """Reads a terminal until its other side is closed, which raises EIO."""
     seen = b""

@@ -144,17 +144,24 @@ def test_nothing_is_uploaded_between_intervals(storage: Storage, tmp_path: Path)
     assert storage.writes == [(FILE, 5), (FILE, 11)]
 
 
-def test_a_storage_that_fails_for_a_time_is_noted_once(storage: Storage, tmp_path: Path) -> None:
-    storage.error = OSError("503")
+def test_each_time_that_a_storage_fails_is_noted_once_with_its_end(
+    storage: Storage, tmp_path: Path
+) -> None:
     run = Run(tmp_path)
-    run.write(b"line\n")
-    eventually(lambda: len(storage.writes) > 3, "several attempts")
-    assert len(run.notes) == 1
-    assert f"cannot be uploaded to {URL} at present" in run.notes[0]
-    assert f"OSError: 503); they are kept in {run.directory}" in run.notes[0]
-    storage.error = None
+    for _ in range(2):
+        run.notes.clear()
+        storage.writes.clear()
+        storage.error = OSError("503")
+        run.write(b"line\n")
+        eventually(lambda: len(storage.writes) > 3, "several attempts")
+        (noted,) = run.notes
+        assert f"cannot be uploaded to {URL} at present" in noted
+        assert f"OSError: 503); they are kept in {run.directory}" in noted
+        storage.error = None
+        eventually(lambda: len(run.notes) == 2, "the end of the failure")
+        assert run.notes[1] == f"the logs are uploaded to {URL} again"
     assert run.finish() == f"logs: {URL}/job-1"
-    assert storage.content(FILE) == b"line\n"
+    assert storage.content(FILE) == b"line\n" * 2
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         uploads = _log_uploads(settings, note)
         if uploads is not None:
             stack.push(partial(_finish_uploads, uploads))  # after the pump is closed
-        stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
+        stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT, tell=_tell_if_read)
         if uploads is not None:
             stack.callback(uploads.end_notes)
         if bar is not None:
@@ -188,10 +188,10 @@ def _finish_uploads(uploads: LogUploads, kind: object, error: object, trace: obj
         with suppress(OSError):  # nobody reads standard error any longer
             tell(text)
 
-    stuck = isinstance(error, TerminalStuckError)
+    tell_user = _tell_if_read if isinstance(error, TerminalStuckError) else say
     before = {each: signal.signal(each, interrupt) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        uploads.finish((lambda text: None) if stuck else say)
+        uploads.finish(tell_user)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -219,9 +219,16 @@ def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
 def _leave(error: TerminalStuckError) -> NoReturn:
     """Exits once all started processes have ended. Does not write to this terminal any more, not
     even buffered output that the interpreter would flush."""
-    if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
-        os.write(Stream.ERR, f"shoal: {error}\n".encode())
+    _tell_if_read(str(error))
     os._exit(1)
+
+
+def _tell_if_read(text: str) -> None:
+    """Prints a message although the terminal is stuck, if standard error is not a terminal and
+    accepts output. Never blocks."""
+    if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
+        with suppress(OSError):  # nobody reads standard error any longer
+            os.write(Stream.ERR, f"shoal: {text}\n".encode())
 
 
 def _site(settings: RunSettings, note: Note) -> Site:

@@ -63,6 +63,8 @@ class LogUploads:
         self._patience_s = patience.total_seconds()
         self._interval_s = interval.total_seconds()
         self._note: Callable[[str], None] | None = note
+        self._noted_failure = False
+        """True if the last message during the run was about a failure."""
         self._noting = threading.Lock()
         self._sent: dict[Path, int] = {}
         """Number of uploaded bytes of each file."""
@@ -131,10 +133,13 @@ class LogUploads:
                 if not isinstance(error, OSError):  # an OSError concerns this local file alone
                     break
         self._failure = failure
-        if failure is not None:
+        if (failure is not None) is not self._noted_failure:
+            self._noted_failure = failure is not None
             self._show(
-                f"the logs cannot be uploaded to {self._url} at present: {failure}; they are kept "
-                f"in {self._directory}, and the upload is retried"
+                f"the logs are uploaded to {self._url} again"
+                if failure is None
+                else f"the logs cannot be uploaded to {self._url} at present: {failure}; they are "
+                f"kept in {self._directory}, and the upload is retried"
             )
         return failure is None
 
@@ -154,8 +159,7 @@ class LogUploads:
             self._sent[file] = number * PART + len(content)
 
     def _show(self, text: str) -> None:
-        """Shows a message during the run, once."""
+        """Shows a message during the run."""
         with self._noting:
             if self._note is not None:
                 self._note(text)
-            self._note = None

@@ -25,6 +25,8 @@ from shoal_common.errors import DeadlineError
 
 _READ_SIZE: Final = 1 << 16
 _LONGEST_LINE: Final = 1 << 20
+_SILENT_S: Final = 5.0
+"""Seconds that `OutputPump.close` waits for the terminal before it says so."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 _ERASE_LINE: Final = b"\x1b[K"
 
@@ -171,15 +173,23 @@ class OutputPump:
         self._orders.put(order)
         os.eventfd_write(self._wakeup, 1)
 
-    def close(self, timeout: timedelta) -> None:
+    def close(self, timeout: timedelta, *, tell: Callable[[str], None] = lambda text: None) -> None:
         """Copies the remaining output and stops the thread. Raises TerminalStuckError if the
-        terminal does not accept the output in time."""
+        terminal does not accept the output in time. `tell`: shows a message to the user about a
+        long wait; it must not block."""
+        timeout_s = timeout.total_seconds()
         self.order(self._begin_closing)
-        self._thread.join(timeout.total_seconds())
+        self._thread.join(min(_SILENT_S, timeout_s))
+        if self._thread.is_alive() and timeout_s > _SILENT_S:
+            left_s = timeout_s - _SILENT_S
+            tell(
+                f"the run has ended; waiting up to {left_s:g} s for the terminal to accept the "
+                "workers' last output"
+            )
+            self._thread.join(left_s)
         if self._thread.is_alive():
             raise TerminalStuckError(
-                "the terminal did not accept the workers' last output within "
-                f"{timeout.total_seconds():g} s"
+                f"the terminal did not accept the workers' last output within {timeout_s:g} s"
             )
         os.close(self._wakeup)
         self._selector.close()

@@ -788,9 +788,9 @@ class Agent:
             self._refuse(f"job {self._settings.job_id} refuses this machine: {news.refused}")
 
     def _end_late_workers(self) -> None:
-        """If the run is over, ends the workers that have not joined it, such as a replacement that
-        is still importing its libraries, and starts no replacements. The coordinator would not
-        admit them."""
+        """Ends the workers that have not joined the run, such as a replacement that is still
+        importing its libraries, and starts no replacements, if the run is over. The coordinator
+        would not admit them."""
         if not (self._policy.end.is_over and self._policy.elastic) or self._stopping.is_set():
             return
         for replacement in self._replacing:

@@ -26,6 +26,7 @@ import pytest
 import redis
 from shoal_common.redis import EmbeddedRedis
 
+from tests.collection import IMPORTED, large_packages
 from tests.durations import write_durations
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
@@ -56,6 +57,7 @@ hypothesis.settings.register_profile("searching", _UNHURRIED)
 hypothesis.settings.register_profile("repeatable", _UNHURRIED, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
+_ALLOCATIONS_A_COLLECTION = 20_000
 _THREADS_GRACE_S = 5.0
 _GRACE_S = 30.0
 _MARK = "SHOAL_PYTEST_RUN"
@@ -80,14 +82,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Disables garbage collection while tests are collected. Thousands of tests and their imports,
-    torch among them, are nearly two million permanent objects, and a collection over all of them
-    takes a second."""
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Disables garbage collection while tests are collected, and makes it rarer while they run.
+
+    Thousands of tests and their imports, torch among them, are nearly two million permanent
+    objects, and a collection over all of them takes a second. With Python's own threshold, tests
+    that import large packages would spend half of their time in collections.
+    """
     gc.disable()
     try:
         yield
     finally:
+        session.config.stash[IMPORTED] = large_packages()
+        gc.set_threshold(_ALLOCATIONS_A_COLLECTION)
         gc.enable()
         gc.collect()
         gc.freeze()
@@ -160,6 +167,15 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
                 found[process.pid] = process
     return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def existing_objects_kept() -> None:
+    """Exempts all existing objects from garbage collection, so that a test which collects often
+    visits only its own objects. Others, of packages that earlier tests have imported, may be a
+    million."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def points(directory: Path, tag: str) -> list[tuple[int, float]]:
@@ -25,6 +27,9 @@ def texts(directory: Path) -> list[tuple[int, str]]:
 
 
 def _read(directory: Path) -> EventAccumulator:
+    # imported here because it takes a second, and each process of pytest imports this module
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
     read = EventAccumulator(str(directory), size_guidance={"scalars": 0, TENSORS: 0})
     read.Reload()
     return read

@@ -1,4 +1,4 @@
-"""Ranks as real processes for tests. They are forked from a nursery (__main__.py), and some have a
+"""Ranks as real processes for tests. They are forked from a nursery (nursery.py), and some have a
 place in MPI's world."""
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from shoal_common.system.processes import tied_to_parent
 
-_ROOT = Path(__file__).parents[2]
+from tests.zygote.children import Zygote, eventually
+
 _STUB = Path(__file__).with_name("mpi_stub.py")
 _PATIENCE_S = 100.0
 
@@ -169,15 +170,13 @@ def mpi_world(nursery: str, size: int, directory: Path) -> Iterator[list[Rank]]:
 
 
 @pytest.fixture(scope="session")
-def nursery(leftover_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def nursery(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Path of the socket of a nursery, which forks processes that have imported torch."""
-    path = str(tmp_path_factory.mktemp("ranks") / "socket")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = tied_to_parent([sys.executable, "-m", "tests.ranks", path])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=_ROOT)
-    assert process.stdout is not None
-    with process.stdout as ready:
-        assert ready.readline() == b"ready\n"
+    directory = tmp_path_factory.mktemp("ranks")
+    path = str(directory / "socket")
+    process = zygote.start("nursery", [path], output=directory / "log")
+    eventually(lambda: "ready" in process.said() or process.ended.is_set(), "the nursery")
+    assert not process.ended.is_set(), process.said()
     yield path
     process.kill()
     process.wait()

@@ -34,6 +34,9 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any, NoReturn
 
+import shoal.cli
+import shoal.client
+import shoal.launcher
 import shoal_coordinator.__main__
 import shoal_coordinator.server
 import shoal_ps_server.__main__
@@ -46,7 +49,9 @@ from shoal.warm.becoming import show_as
 from tests.history import recording, training
 from tests.integration.worker_async import train
 from tests.integration.worker_elastic import train as elastic
-from tests.zygote.commands import can_be_forked, run_to_its_end, shoal
+from tests.ranks import nursery
+from tests.zygote import commands
+from tests.zygote.commands import can_be_forked, run_to_its_end
 
 PROGRAMS = {
     "coordinator": shoal_coordinator.__main__.main,
@@ -57,16 +62,24 @@ PROGRAMS = {
     "history-train": training.main,
     "elastic": elastic.main,
     "script": lambda arguments: run_path(arguments[0], run_name="__main__") and None,
-    "shoal": shoal,
+    "shoal": commands.shoal,
+    "nursery": nursery.serve,
 }
 LATER = (
     "encodings.idna",
+    "google.protobuf.json_format",
     "grpc._channel",
+    "grpc._interceptor",
+    "importlib.readers",
+    "rich.console",
+    "shoal.ticks",
+    "shoal_worker.backends.gloo.backend",
     "shoal_worker.parameter_servers.persistence",
     "shoal_worker.compression.powersgd",
     *(
-        f"shoal_worker.strategies.{module.name}"
-        for module in pkgutil.iter_modules(shoal_worker.strategies.__path__)
+        module.name
+        for package in (shoal.cli, shoal.client, shoal.launcher, shoal_worker.strategies)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ),
 )
 """Modules that are imported lazily and would otherwise be imported in each child."""

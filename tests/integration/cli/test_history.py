@@ -20,7 +20,7 @@ Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
 SCRIPT = """
-import sys
+import sys, time
 import shoal, torch
 from torch.utils.data import TensorDataset
 
@@ -31,6 +31,9 @@ data = TensorDataset(torch.randn(100, 4), torch.randn(100, 1))
 loader = shoal.ElasticDataLoader(data, global_batch_size=10)
 for epoch in loader.epochs(int(sys.argv[1])):
     for x, y in loader:
+        if sys.argv[2:] == ["hang"] and shoal.rank() == 1 and loader.global_step == 15:
+            print("hangs", flush=True)
+            time.sleep(600)
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
         shoal.report(loss=loss, accuracy=0.5)
@@ -40,7 +43,7 @@ for epoch in loader.epochs(int(sys.argv[1])):
     if sys.argv[2:] == ["fail"]:
         raise ValueError("no such luck")
 """
-EPOCHS, STEPS = 200, 10  # of an epoch
+EPOCHS, STEPS = 20, 10  # of an epoch
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,8 @@ def ended(shared_shell: Shell) -> Shell:
     raised an exception."""
     script = shared_shell.script(SCRIPT)
     flags = ("run", "--standalone", "--nproc-per-node", "2", "--rdzv-id")
-    command = shared_shell.start(*flags, "good", script, str(EPOCHS))
-    command.wait_for_output("[1]: epoch 0 is over")
+    command = shared_shell.start(*flags, "good", script, str(EPOCHS), "hang")
+    command.wait_for_output("[1]: hangs")
     os.kill(shared_shell.pids()[1], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     status, _, err = shared_shell.run(*flags, "bad", script, "3", "fail")
@@ -132,7 +135,7 @@ def test_two_runs_are_compared(ended: Shell) -> None:
     assert found["result"][:2] == ["good/1", "bad/1"]
     assert found["outcome"] == ["completed", "failed"]
     assert found["steps"][0] == f"{EPOCHS * STEPS:,}"
-    assert found["arguments"] == [str(EPOCHS), "3 fail"]
+    assert found["arguments"] == [f"{EPOCHS} hang", "3 fail"]
     assert "strategy" not in found
     assert "arguments" in json.loads(received(ended, "history", "good", "bad", "--json"))["differs"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,17 +67,20 @@ def test_a_storage_that_stays_silent_ends_every_kind_of_request(storage: Storage
     path = storage.upload(1)
     storage.set_faults({"action": "hang", "text": storage.name, "times": 10_000})
     folder = storage.folder(patience=MOMENT, silence=MOMENT)
+    silent = "nothing was transferred for 1 s"
+    with pytest.raises(UnavailableError, match=silent):
+        folder.names()  # connects, for all requests
     requests: tuple[Callable[[], object], ...] = (
-        folder.names,
         lambda: folder.read("newest.json"),
         lambda: folder.write("other", b"1"),
         lambda: folder.remove(["newest.json"]),
         lambda: folder.download("newest.json", storage.directory / "file", 1),
         lambda: folder.copy(folder.child("step-1"), NAME, 1),
     )
-    for request in requests:
-        with pytest.raises(UnavailableError, match="nothing was transferred for 1 s"):
-            request()
+    with ThreadPoolExecutor(len(requests)) as threads:
+        for future in [threads.submit(request) for request in requests]:
+            with pytest.raises(UnavailableError, match=silent):
+                future.result()
     storage.set_faults()
     storage.check_newest(1, path)
 

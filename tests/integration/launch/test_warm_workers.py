@@ -370,12 +370,25 @@ def warm_process(launcher: int) -> psutil.Process | None:
     )
 
 
-def test_the_death_of_the_warm_process_costs_workers_nothing(shell: Shell) -> None:
-    command = shell.start("run", "--standalone", shell.script(RUNS))
-    command.wait_for_output("pid")
-    worker = psutil.Process(int(command.stdout.split()[-1]))
+def sockets_of(process: psutil.Process) -> set[str]:
+    """Returns the sockets that a process has opened."""
+    links = {str(each.readlink()) for each in Path(f"/proc/{process.pid}/fd").iterdir()}
+    return {link for link in links if link.startswith("socket:")}
+
+
+def test_workers_depend_on_the_launcher_alone_and_not_on_its_warm_process(shell: Shell) -> None:
+    command = shell.start("run", "--standalone", "--nproc-per-node=2", shell.script(RUNS))
+    command.wait_for_output("[0]: pid", "[1]: pid")
+    workers = [psutil.Process(int(pid)) for pid in re.findall(r"pid (\d+)", command.stdout)]
     first = warm_process(command.process.pid)
     assert first is not None
+
+    assert len(sockets_of(first)) == 1, "only the launcher has the other end"
+    assert not [each for each in first.net_connections("all") if each.laddr], (
+        "it has no name that others could call"
+    )
+    assert [sockets_of(worker) for worker in workers] == [set(), set()]
+
     first.kill()
     command.wait_for(
         lambda: f"the warm process (pid {first.pid}) ended with SIGKILL" in command.stderr,
@@ -385,35 +398,13 @@ def test_the_death_of_the_warm_process_costs_workers_nothing(shell: Shell) -> No
         lambda: (again := warm_process(command.process.pid)) and again.pid != first.pid,
         "another one",
     )
-    assert worker.is_running()
-    assert worker.ppid() == command.process.pid
+    for worker in workers:
+        assert worker.is_running()
+        assert worker.ppid() == command.process.pid
 
-
-def test_nothing_outlives_a_launcher_that_is_killed(shell: Shell) -> None:
-    command = shell.start("run", "--standalone", "--nproc-per-node=2", shell.script(RUNS))
-    command.wait_for_output("[0]: pid", "[1]: pid")
-    assert warm_process(command.process.pid) is not None
     command.process.kill()
     command.wait()
     command.wait_until_gone()
-
-
-def test_only_the_launcher_has_the_socket_of_its_warm_process(shell: Shell) -> None:
-    command = shell.start("run", "--standalone", shell.script(RUNS))
-    command.wait_for_output("pid")
-    warm = warm_process(command.process.pid)
-    assert warm is not None
-    sockets = {
-        link
-        for each in Path(f"/proc/{warm.pid}/fd").iterdir()
-        if (link := str(each.readlink())).startswith("socket:")
-    }
-    assert len(sockets) == 1
-    assert not [each for each in psutil.Process(warm.pid).net_connections("all") if each.laddr], (
-        "it has no name that others could call"
-    )
-    worker = Path(f"/proc/{command.stdout.split()[-1]}/fd")
-    assert not [each for each in worker.iterdir() if str(each.readlink()).startswith("socket:")]
 
 
 def test_no_warm_starts_fresh_interpreters_without_a_word(shell: Shell) -> None:

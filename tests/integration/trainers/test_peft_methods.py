@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import shoal
 import torch
-import transformers
 
+# importing peft and transformers takes ten seconds
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
@@ -26,6 +25,8 @@ SECOND = "second"
 
 
 def base_model() -> Any:
+    import transformers
+
     torch.manual_seed(0)
     configuration = transformers.LlamaConfig(
         vocab_size=64,
@@ -39,11 +40,15 @@ def base_model() -> Any:
 
 
 def lora(net: Any, **options: Any) -> Any:
+    import peft
+
     configuration = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options)
     return peft.get_peft_model(net, configuration)
 
 
 def ia3(net: Any) -> Any:
+    import peft
+
     targets = ["k_proj", "v_proj", "down_proj"]
     return peft.get_peft_model(
         net, peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"])
@@ -51,6 +56,8 @@ def ia3(net: Any) -> Any:
 
 
 def prompt_tuning(net: Any) -> Any:
+    import peft
+
     return peft.get_peft_model(
         net, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     )
@@ -58,6 +65,8 @@ def prompt_tuning(net: Any) -> Any:
 
 def two_adapters(net: Any) -> Any:
     """Returns a model with two adapters, of which the second is trained."""
+    import peft
+
     net = lora(net)
     net.add_adapter(SECOND, peft.LoraConfig(r=2, target_modules=["k_proj"]))
     net.set_adapter(SECOND)
@@ -130,6 +139,8 @@ def train(
     "strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline"]
 )
 def test_a_method_gives_what_one_process_gives(tmp_path: Path, method: str, strategy: str) -> None:
+    import peft
+
     expected, logits = alone(method)
     if strategy == "pipeline":
         with pytest.raises(shoal.ConfigurationError):

@@ -17,9 +17,10 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2
 from shoal_worker.data.record import audit
 
-from tests.integration.worker_async.async_cluster import AsyncCluster, Server, Worker
+from tests.integration.coordinator.harness import Coordinator
+from tests.integration.worker_async.async_cluster import AsyncCluster, Server, Worker, async_cluster
 from tests.integration.worker_async.test_async_server_faults import BATCHES, versions
-from tests.zygote.children import eventually
+from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
 
@@ -50,17 +51,14 @@ class Pair:
         eventually(lambda: self.status(PRIMARY).server_id != before.server_id, "another primary")
 
 
-@pytest.fixture
-def alone(cluster: Make, tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    """Returns a function that trains one worker without faults and returns its final state. Its
-    pushes are sequential, so every such run ends with the same parameters."""
-
-    def run() -> dict[str, Any]:
-        directory = tmp_path / "alone"
-        directory.mkdir()
-        return cluster(servers=1, directory=directory).start_worker(epochs=2, **ADAM).result()
-
-    return run
+@pytest.fixture(scope="module")
+def alone(
+    zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The final state of a run of one worker without faults. Its pushes are sequential, so every
+    such run ends with the same parameters."""
+    with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
+        return running.start_worker(epochs=2, **ADAM).result()
 
 
 def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str, Any]) -> None:
@@ -72,7 +70,7 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
 
 
 def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
-    cluster: Make, alone: Callable[[], Any]
+    cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
@@ -89,11 +87,11 @@ def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
     worker.wait_step(12)
     assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
-    cluster: Make, alone: Callable[[], Any]
+    cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
@@ -115,14 +113,14 @@ def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
     pair.wait_replaced(before)
     killed.start()
     worker.process.kill(signal.SIGCONT)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_none_had_been(
-    cluster: Make, alone: Callable[[], Any], seed: int
+    cluster: Make, alone: dict[str, Any], seed: int
 ) -> None:
     schedule = random.Random(seed)
     running = cluster(servers=1, backups=1)
@@ -139,11 +137,11 @@ def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_no
         struck.process.wait()
         struck.start()
     worker.go(2 * BATCHES - 1)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 def test_a_backup_that_stalls_is_dropped_and_follows_anew_when_it_goes_on(
-    cluster: Make, alone: Callable[[], Any]
+    cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
@@ -164,11 +162,11 @@ def test_a_backup_that_stalls_is_dropped_and_follows_anew_when_it_goes_on(
     worker.wait_step(20)
     before.start()
     worker.go(20)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 def test_a_primary_that_stalled_past_its_lease_acknowledges_nothing_when_it_goes_on(
-    cluster: Make, alone: Callable[[], Any]
+    cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=1_000)
     pair = Pair(running)
@@ -185,12 +183,12 @@ def test_a_primary_that_stalled_past_its_lease_acknowledges_nothing_when_it_goes
     assert pair.status(BACKUP).server_id == before.server_id
     assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp", "grpc"])
 def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_taken_over(
-    cluster: Make, alone: Callable[[], Any], transport: str
+    cluster: Make, alone: dict[str, Any], transport: str
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=3_000)
     pair = Pair(running)
@@ -215,7 +213,7 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     worker.wait_step(12)
     assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
 def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(
@@ -239,7 +237,7 @@ def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary
 
 
 def test_without_a_backup_in_sync_a_primary_is_waited_for(
-    cluster: Make, alone: Callable[[], Any]
+    cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
@@ -257,10 +255,10 @@ def test_without_a_backup_in_sync_a_primary_is_waited_for(
     primary.start()
     worker.wait_step(12)
     worker.go(12)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)
 
 
-def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: dict[str, Any]) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
@@ -273,4 +271,4 @@ def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: Callabl
     pair.wait_replaced(before)
     worker.wait_step(12)
     worker.go(12)
-    check_ended_alike(running, worker, alone())
+    check_ended_alike(running, worker, alone)

@@ -47,10 +47,11 @@ def test_a_processor_that_computes_one_element_wrong_is_found() -> None:
         checks.matrix()
 
 
-def test_a_device_that_returns_other_data_is_found() -> None:
+def test_a_device_that_returns_other_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checked function gets the CPU as its device. tests/gpu/test_health.py checks real
     GPUs."""
-    assert checks.gpu_memory("cpu") == "256 MiB copied to the device and back"
+    monkeypatch.setattr(checks, "_COPY_BYTES", 8 << 20)
+    assert checks.gpu_memory("cpu") == "8 MiB copied to the device and back"
     with OneWrongElement(), pytest.raises(checks.Failed, match="differs from its original"):
         checks.gpu_memory("cpu")
 

@@ -37,7 +37,10 @@ _REFERENCE = re.compile(r"See (`[^`]+`|[\w.]+|the \w+)([.:]|$)")
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:  # statements alone, of which a tree has a tenth as many as nodes
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes.extend(getattr(node, block, ()))
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)

@@ -5,6 +5,7 @@ docstring its modules."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -18,11 +19,6 @@ _DECISIONS = _ROOT / "docs/decisions"
 _FOLDERS = sorted(path.parent for path in _WORKER.rglob("__init__.py") if path.parent != _WORKER)
 _OTHERS = ("parse_compression", "parallelize_module")
 """Functions that docstrings of folders name."""
-_TESTS = sorted(
-    path
-    for path in (_ROOT / "tests").rglob("*")
-    if path.is_file() and path.suffix in (".py", ".txt")
-)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +148,14 @@ def _has_section(page: str, section: str) -> bool:
 
 def _exists(name: str) -> bool:
     path, _, test = name.partition("::")
-    files = [file for file in _TESTS if f"/{file.relative_to(_ROOT)}".endswith(f"/{path}")]
+    files = [file for file in _tests() if file.endswith(f"/{path}")]
     return any(
-        f"def {test.split('[')[0].removesuffix('...')}" in file.read_text() or not test
+        f"def {test.split('[')[0].removesuffix('...')}" in Path(file).read_text() or not test
         for file in files
     )
+
+
+@functools.cache
+def _tests() -> list[str]:
+    """Returns the paths of all test files and scenarios."""
+    return [str(path) for kind in ("*.py", "*.txt") for path in (_ROOT / "tests").rglob(kind)]

@@ -43,13 +43,9 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                     if "._" in alias.name:
                         yield alias.name
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             path = ast.unparse(node)
-            if (
-                path.partition(".")[0] in roots
-                and re.match("_[^_]", node.attr)
-                and not path.startswith(OPERATIONS)
-            ):
+            if path.partition(".")[0] in roots and not path.startswith(OPERATIONS):
                 yield path
 
 

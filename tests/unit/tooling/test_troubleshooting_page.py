@@ -105,11 +105,10 @@ def _given(module: ast.Module) -> Iterator[ast.expr]:
     class."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call):
-            kind = ast.unparse(node.func)
             yield from (
                 each.value
                 for each in node.keywords
-                if each.arg == "reason" and _makes_an_error(kind, each.value)
+                if each.arg == "reason" and _makes_an_error(ast.unparse(node.func), each.value)
             )
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import shoal
 import torch
-import wandb
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.tracking.delivery import Delivery
@@ -371,6 +370,8 @@ def test_wandb_has_one_run_for_each_key_and_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank, or a resumed run, repeats step 2 and continues."""
+    import wandb
+
     for name, value in wandbruns.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     run = TrackedRun(job="a job", key="key")

@@ -12,6 +12,8 @@ from torch import nn
 
 from tests.zygote.children import eventually
 
+pytestmark = pytest.mark.usefixtures("existing_objects_kept")
+
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "local_sgd"])
 def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:

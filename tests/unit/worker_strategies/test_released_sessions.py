@@ -11,6 +11,8 @@ from shoal_worker.elastic.session.session import Session
 from torch import nn
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("existing_objects_kept")
+
 
 def train(strategy: str) -> None:
     torch.manual_seed(0)

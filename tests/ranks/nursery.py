@@ -1,5 +1,5 @@
-"""The nursery: a process that has imported torch and Shoal, which takes seconds, and forks a rank
-for each connection to its socket.
+"""The nursery: a child of the zygote (tests/zygote) that forks a rank for each connection to its
+socket.
 
 It has no threads and no channels, which could not be forked. It ends when it is killed, and its
 ranks end with it.
@@ -7,35 +7,25 @@ ranks end with it.
 
 from __future__ import annotations
 
-import os
-
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
 import ctypes
-import gc
+import os
 import signal
 import socket
-import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
-import shoal  # noqa: F401 - loaded once, before the forks
+# loaded once, before the forks
 import shoal_worker.compression
-import shoal_worker.pipelining.rank_pipeline  # noqa: F401 - the same
-import torch
-import torch._dynamo
+import shoal_worker.pipelining.rank_pipeline  # noqa: F401
 
 from tests.ranks.tasks import run_tasks
 
 
-def serve(path: str) -> None:
-    """Serves connections until the process is killed."""
-    torch.set_num_threads(1)
-    # the first optimizer imports parts of torch for a second
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    gc.collect()
-    gc.freeze()  # otherwise each rank's garbage collector would visit and thereby copy all objects
+def serve(arguments: Sequence[str]) -> NoReturn:
+    """Serves connections until the process is killed. `arguments`: the path of the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses of ranks are not needed
     with socket.socket(socket.AF_UNIX) as nursery:
-        nursery.bind(path)
+        nursery.bind(arguments[0])
         nursery.listen()
         os.write(1, b"ready\n")
         while True:
@@ -48,7 +38,3 @@ def serve(path: str) -> None:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     run_tasks(connection)
                     os._exit(0)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])

@@ -40,7 +40,7 @@ from shoal.launcher.workers.output import (
     TerminalStuckError,
     Writer,
 )
-from shoal.launcher.workers.settings import RunSettings, Streams
+from shoal.launcher.workers.settings import RunSettings
 
 _LAST_OUTPUT_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -242,19 +242,11 @@ def _site(settings: RunSettings, note: Note) -> Site:
 
 
 def _show_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
-    """Prints the result and returns the summary of failures, for readers that do not see the
-    workers' output."""
+    """Prints the result and returns the printed summary of failures."""
     summary = ""
     if result.failures:
         summary = failure_summary(settings.program, result.failures, result.survived)
-        pump.say(
-            failure_summary(
-                settings.program,
-                result.failures,
-                result.survived,
-                shown=lambda failure: settings.logs.to_console(failure.index, Streams.ERR),
-            )
-        )
+        pump.say(summary)
     elif result.survived and (result.exit_code == 0 or result.stopped is not None):
         summary = survived_summary(result.survived, stopped=result.stopped is not None)
         note(summary)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
@@ -13,33 +12,21 @@ from shoal.launcher.workers.policy import WorkerExit
 _RULE: Final = "=" * 60
 _LINE: Final = "-" * 60
 _MOST_SURVIVED: Final = 10
-_FRAME: Final = re.compile(r'\s+File ".+", line \d+')
 
 
 def failure_summary(
-    program: str,
-    failures: Sequence[WorkerExit],
-    survived: Sequence[WorkerExit] = (),
-    *,
-    shown: Callable[[WorkerExit], bool] = lambda failure: False,
+    program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
     """Describes the first failure, which is the likely cause, with its traceback, and lists later
-    failures, which are probably its consequences.
-
-    Args:
-        program: name of the script.
-        failures: failures, the likely cause first.
-        survived: failures that the run recovered from.
-        shown: returns whether the user has already seen the traceback of a worker. If it is the
-            only one, the summary refers to it.
-    """
+    failures, which are probably its consequences. `survived`: failures that the run recovered
+    from."""
     first, *others = failures
     lines = [
         _RULE,
         f"{program} FAILED",
         _LINE,
         "First failure (most likely the cause of the others):",
-        *_details(first, is_above=_is_only_traceback(failures, survived) and shown(first)),
+        *_details(first),
     ]
     if others:
         lines += [
@@ -90,14 +77,7 @@ def _moment(failure: WorkerExit) -> str:
     )
 
 
-def _is_only_traceback(failures: Sequence[WorkerExit], survived: Sequence[WorkerExit]) -> bool:
-    """Returns whether only the first of all failures has a traceback."""
-    return [each for each in (*failures, *survived) if each.traceback] == [failures[0]]
-
-
-def _details(failure: WorkerExit, *, is_above: bool) -> list[str]:
-    """Returns the lines about a failure. `is_above`: True if its traceback is easily found in the
-    output above."""
+def _details(failure: WorkerExit) -> list[str]:
     started_as = failure.started_as
     ending = (
         f"{failure.status.code} ({failure.status})"
@@ -111,13 +91,6 @@ def _details(failure: WorkerExit, *, is_above: bool) -> list[str]:
         + (f", output [{started_as}]" if started_as != failure.rank else ""),
         f"  exit code : {ending}, pid {failure.pid}",
     ]
-    if is_above and failure.message:
-        frames = [line.strip() for line in failure.traceback.splitlines() if _FRAME.match(line)]
-        lines += [
-            f"  error     : {failure.message.strip().splitlines()[0]}",
-            *(f"  raised at : {frame}" for frame in frames[-1:]),
-            f"  traceback : above, in the lines that begin with [{started_as}]:",
-        ]
-    elif text := failure.traceback or failure.message:
+    if text := failure.traceback or failure.message:
         lines += ["  error     :", *(f"    {line}" for line in text.strip().splitlines())]
     return lines

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -105,6 +104,8 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
 def check(document: Manifest) -> None:
     """Raises an error if the resource has a field that does not exist or a value of the wrong
     type."""
+    import kubernetes_validate
+
     own = SCHEMAS.get(f"{document['apiVersion']}/{document['kind']}")
     if own is None:
         kubernetes_validate.validate(document, VERSION, strict=True)
@@ -131,6 +132,8 @@ def test_every_field_exists_and_has_a_value_of_its_kind(document: Manifest) -> N
     "document", [document for _, document in DOCUMENTS if "spec" in document], ids=names
 )
 def test_a_field_that_does_not_exist_is_found(document: Manifest) -> None:
+    import kubernetes_validate
+
     wrong = copy.deepcopy(document)
     wrong["spec"]["replicaz"] = 1
     with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):

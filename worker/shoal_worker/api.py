@@ -80,7 +80,6 @@ __all__ = [
     "init",
     "is_joining",
     "is_main_process",
-    "is_stopping",
     "load_full_state",
     "main_first",
     "print_once",
@@ -827,26 +826,6 @@ def is_joining() -> bool:
     """Returns True in a joiner that is still replaying its script and has not received its first
     batch to train on."""
     return current_session().is_joining
-
-
-def is_stopping() -> bool:
-    """Returns True once the loops of the script have ended early because the run is being stopped,
-    by `shoal stop`, Ctrl-C, SIGTERM or a notice that its machines will be reclaimed. The result is
-    the same on all ranks.
-
-    For code after the loop that only a complete run needs:
-
-        if not shoal.is_stopping():
-            export(model)
-
-    Returns False within a loop. Also returns False after the loop if the request to stop arrived
-    during the loop's last step, because the loop is then complete; after an early stop
-    (`should_early_stop`); and in a process that `shoal run` did not start, where a signal ends the
-    process. Under async_sgd, where workers do not run in step, workers may receive different
-    results if the request arrives while the last batches are being trained on.
-    """
-    session = find_session()
-    return session is not None and session.is_stopping
 
 
 def rank() -> int:

@@ -72,10 +72,9 @@ def main() -> None:
         shoal.save_checkpoint(arguments.checkpoints, best=accuracy, mode="max")
         shoal.print_once(f"epoch {epoch}: accuracy {accuracy:.4f}, best {run.best:.4f}", flush=True)
 
-    if not shoal.is_stopping():  # after Ctrl-C or `shoal stop`, the loop has ended early
-        state = model.full_state_dict()
-        if shoal.is_main_process():  # one process writes the file
-            torch.save(state, "model.pt")
+    state = model.full_state_dict()
+    if shoal.is_main_process():  # one process writes the file
+        torch.save(state, "model.pt")
 
 
 if __name__ == "__main__":

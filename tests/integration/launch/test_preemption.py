@@ -48,9 +48,7 @@ TRAINING = """
             if loader.global_step >= 3 and not pathlib.Path("go").exists():
                 time.sleep(0.2)  # a slow step: the signal is to come while steps go on
     shoal.save_checkpoint("checkpoints")
-    pathlib.Path(f"ended-{shoal.rank()}").write_text(
-        json.dumps([began_at, loader.global_step, shoal.is_stopping()])
-    )
+    pathlib.Path(f"ended-{shoal.rank()}").write_text(json.dumps([began_at, loader.global_step]))
 """
 FLAGS = ("run", "--standalone", "--nproc-per-node", "2")
 
@@ -72,9 +70,8 @@ def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]
     return script, command
 
 
-def ended(shell: Shell) -> list[tuple[int, int, bool]]:
-    """Returns the first and last step of each rank's script, and whether it was being stopped, and
-    deletes these records."""
+def ended(shell: Shell) -> list[tuple[int, int]]:
+    """Returns the first and last step of each rank's script, and deletes these records."""
     received = []
     for path in sorted(shell.directory.glob("ended-*")):
         received.append(tuple(json.loads(path.read_text())))
@@ -112,14 +109,13 @@ def test_a_preempted_run_saves_after_its_loop_at_one_step_boundary_and_again_tak
     assert len(received) == 2
     assert len(set(received)) == 1
     assert re.search(r"[1-9]\d* leaves?:", command.stderr) is None, command.stderr
-    ((_, stopped_at, is_stopping),) = set(received)
-    assert is_stopping
+    (stopped_at,) = {step for _, step in received}
     assert 3 <= stopped_at < STEPS
     assert newest_step(shell) == stopped_at
     assert audit(shell.directory / "records").once == stopped_at * 4
     if again:
         finish(shell, script, records="records")
-        assert ended(shell) == [(stopped_at, STEPS, False)] * 2
+        assert ended(shell) == [(stopped_at, STEPS)] * 2
         verdict = audit(shell.directory / "records")
         assert len(verdict.epochs) == 3
         assert verdict.exactly_once, verdict
@@ -144,4 +140,4 @@ def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whol
     assert newest_step(shell) == 2
     ended(shell)
     finish(shell, script, records="other")
-    assert ended(shell) == [(2, STEPS, False)] * 2
+    assert ended(shell) == [(2, STEPS)] * 2

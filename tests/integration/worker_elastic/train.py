@@ -96,7 +96,6 @@ def main(arguments: Sequence[str]) -> None:
         "generation": shoal.generation(),
         "steps": loader.global_step,
         "lost": lost,
-        "is_stopping": shoal.is_stopping(),
         "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
         "parameters": torch.cat([t.double().flatten() for t in state.values()]).tolist(),
         "lr": per_step.get_last_lr(),

@@ -102,9 +102,6 @@ class StepLifecycle:
         """
         self.outcome: StepStatus | None = None
         """Outcome of the script's last finished step; None before the first."""
-        self.is_stopping = False
-        """True once a loop of the script has been refused a step because the run is being stopped.
-        All ranks are refused the same step."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
@@ -163,7 +160,8 @@ class StepLifecycle:
         self._held.step = None
         self._held.registered.put_back_again()
         self.before_step()
-        self._refuse_if_stopped()
+        if self._departure.stopped is not None:
+            raise StopTraining(self._departure.stopped)
         try:
             self._settle(source)
         except LeftOver as alone:
@@ -174,7 +172,6 @@ class StepLifecycle:
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended(self._held.steps) or source is None:
                 self._departure.obey(stop)
-                self._note_refusal()
                 raise
             # raised later: if the script only looks at the batch and then leaves its loop, it
             # behaves like its peers' scripts
@@ -190,24 +187,13 @@ class StepLifecycle:
 
     def enter_epochs(self, source: StepSource) -> int:
         """Enters a loop over epochs and returns its first epoch (`LoaderSession.enter_epochs`)."""
-        self._refuse_if_stopped()
+        if self._departure.stopped is not None:
+            raise StopTraining(self._departure.stopped)
         if self._held.early_stop.passes(source.name):
             raise StopTraining("early stopping had ended this loop before the resume")
         if not self._held.phase.holds_state or self._held.engine.asynchronous:
             self.begin_step(source)
         return self._held.enter_epochs(source)
-
-    def _refuse_if_stopped(self) -> None:
-        """Raises StopTraining if this process begins no further step."""
-        if self._departure.stopped is not None:
-            self._note_refusal()
-            raise StopTraining(self._departure.stopped)
-
-    def _note_refusal(self) -> None:
-        """Records that the script's loop ends early. If a peer's script has finished, this rank's
-        loop is as complete as the peer's."""
-        if self._boundaries.finished_steps is None:
-            self.is_stopping = True
 
     def epochs_left(self, source: StepSource) -> None:
         """Records that the script has left a loop over epochs (`LoaderSession.epochs_left`)."""
@@ -397,7 +383,6 @@ class StepLifecycle:
             )
         except StopTraining as stop:
             self._departure.obey(stop)
-            self._note_refusal()
             raise
 
     def wait_for_others(self, what: str | None) -> None:
@@ -710,7 +695,6 @@ class StepLifecycle:
         """
         self._abort()
         self._departure.obey(stop)
-        self._note_refusal()
         self.outcome = StepStatus.LOST
         return self.outcome
 

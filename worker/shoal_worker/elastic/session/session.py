@@ -182,11 +182,6 @@ class Session:
         return self._held.phase.now is Phase.RETURNED
 
     @property
-    def is_stopping(self) -> bool:
-        """True once the script's loops have ended early because the run is being stopped."""
-        return self.lifecycle.is_stopping
-
-    @property
     def has_left(self) -> bool:
         """True if this process has left its job and the job continues. This process's state then no
         longer counts."""

@@ -10,37 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.rpc.channel import ChannelSettings
 
 from tests.zygote.children import eventually
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any
 
-AROUND = """
-import os, pathlib, runpy, signal, sys, time
+LINGERS = """
+import os, pathlib, runpy, sys, time
 
 sys.argv = sys.argv[1:]
-{before}
 runpy.run_path(sys.argv[0], run_name="__main__")
-{after}
-"""
-LONG_IMPORT = """
-if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-    print("a replacement imports its libraries", flush=True)
-    while True: signal.pause()
-"""
-LINGERS = """
 while os.environ["LOCAL_RANK"] == "1" and not pathlib.Path("go").exists(): time.sleep(0.02)
 """
-
-
-def around(shell: Shell, *, before: str = "", after: str = "") -> Path:
-    """Returns a script that runs the script that is its first argument, with code before and after
-    it."""
-    script: Path = shell.script(AROUND.format(before=before, after=after))
-    return script
 
 
 def start(
@@ -114,49 +96,11 @@ def test_events_name_the_signal_even_if_the_coordinator_misses_a_worker_before_i
     assert 'detail="its process ended with SIGKILL" rank=1' in exited
 
 
-def test_a_replacement_that_has_not_joined_when_the_run_is_over_is_ended_at_once(
-    shell: Shell, elastic_worker: Path
-) -> None:
-    command = start(shell, elastic_worker, workers=2, script=around(shell, before=LONG_IMPORT))
-    _, victim = shell.pids()
-    os.kill(victim, signal.SIGKILL)
-    command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: a replacement imports")
-    assert finish(shell, command) == 0, command.stderr
-    ending = re.search(
-        r"the run is over; ending rank 1 \(pid (\d+)\), which had not joined it\n", command.stderr
-    )
-    assert ending is not None, command.stderr
-    assert "recovered from 1 worker failure: rank 1 (pid" in command.stderr
-    assert f"(pid {ending[1]}) ended with" not in command.stderr
-    assert command.family() == []
-
-
-@pytest.mark.slow  # the launcher asks every 5 s
-def test_a_replacement_is_also_ended_if_the_run_is_over_on_another_machine(
-    shell: Shell, elastic_worker: Path, endpoint: str
-) -> None:
-    script, done = around(shell, before=LONG_IMPORT), shell.directory / "finish"
-    flags = ("run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--min-workers", "1")
-    one, other = (
-        shell.start(*flags, script, elastic_worker, done, SHOAL_HOST=host) for host in ("a", "b")
-    )
-    for node in (one, other):
-        node.wait_for_output(" of 2\n")
-    with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
-        (victim,) = (each for each in client.get_job("default").members if each.host == "b")
-    os.kill(victim.pid, signal.SIGKILL)
-    other.wait_for_output("a replacement imports")
-    done.touch()
-    assert one.wait() == 0, one.stderr
-    assert other.wait() == 0, other.stderr
-    assert "the run is over; ending rank" in other.stderr
-
-
 @pytest.mark.slow  # the line follows after 10 s
 def test_a_run_that_is_over_says_which_worker_it_waits_for(
     shell: Shell, elastic_worker: Path
 ) -> None:
-    command = start(shell, elastic_worker, workers=2, script=around(shell, after=LINGERS))
+    command = start(shell, elastic_worker, workers=2, script=shell.script(LINGERS))
     last = shell.pids()[1]
     (shell.directory / "finish").touch()
     said = f"waiting for rank 1 (pid {last}) to end, since the run is over\n"

@@ -141,9 +141,6 @@ class Agent:
         )
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
-        self._late: set[Worker] = set()
-        """Running workers that were asked to exit because the run was over before they joined
-        it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="shoal-rpc")
         self._reporter: ExitReporter | None = None
@@ -337,7 +334,6 @@ class Agent:
                 return
         self._spawn(self._follow_moves())
         self._spawn(self._kill_evicted(self._reporter))
-        self._spawn(self._await_end(self._reporter))
         self._spawn(self._follower.follow(self._ask_for_events))
         self._spawn(self._report_missing_servers(self._reporter))
         try:
@@ -346,7 +342,7 @@ class Agent:
             news = await self._in_thread(self._reporter.news)
             if news is not None and news.end is JobEnd.COMPLETED and self._policy.elastic:
                 self._hear(news)
-                return  # the workers that have joined are exiting on their own
+                return  # the workers are exiting on their own
             self._ending = True
             await self._stop_workers(self._settings.failure_grace)
             raise
@@ -384,19 +380,6 @@ class Agent:
             await asyncio.sleep(_REPORT_EVERY_S)
             if missing := await self._in_thread(reporter.missing_servers):
                 self._note(f"job {self._settings.job_id}: {missing}")
-
-    async def _await_end(self, reporter: ExitReporter) -> None:
-        """Asks the coordinator every five seconds whether the run is over, while a worker has not
-        joined it."""
-        while not self._policy.end.is_over:
-            await asyncio.sleep(_LOOK_S)
-            joined = [worker.has_joined for worker in self._workers]
-            if any(joined):
-                self._policy.joined()
-            if self._policy.elastic and not all(joined):
-                news = await self._in_thread(reporter.news)
-                if news is not None and news.end.is_over:
-                    self._hear(news)
 
     async def _report_waits(self) -> None:
         """Prints what the start of the run is waiting for whenever nothing has been printed for ten
@@ -580,14 +563,12 @@ class Agent:
         self._follower.ended(worker.member_id, status)
         report = await self._report(worker, status)
         self._drain(worker)
-        late = worker in self._late
         self._workers.discard(worker)
-        self._late.discard(worker)
         worker.ended.set()
         ended = worker.exit_record(status, rank=report.rank if report is not None else -1)
-        if self._recorder is not None and not late:
+        if self._recorder is not None:
             self._recorder.worker_ended(ended, member_id=worker.member_id)
-        self._after_exit(worker, ended, report, late=late)
+        self._after_exit(worker, ended, report)
 
     def _drain(self, worker: Worker) -> None:
         """Schedules the output of the worker's last lines, ahead of later messages. Does not wait
@@ -614,21 +595,18 @@ class Agent:
         stopping.cancel()
         return answer.result() if answer.done() else None
 
-    def _after_exit(
-        self, worker: Worker, ended: WorkerExit, report: ExitReport | None, *, late: bool
-    ) -> None:
-        """Reacts to the exit of a worker. `late`: True if the worker was asked to exit because the
-        run was over before it joined."""
+    def _after_exit(self, worker: Worker, ended: WorkerExit, report: ExitReport | None) -> None:
         policy = self._policy
         self._holders = None
-        if worker.has_joined or (report is not None and (report.was_member or report.job.ours > 0)):
-            policy.joined()
         if report is not None:
             self._hear(report.job)
         if ended.status.ok and worker.has_finished:
             policy.finished()
-            self._end_late_workers()
-        action = Action.NONE if late else policy.exited(ended, elastic=policy.elastic)
+        action = policy.exited(
+            ended,
+            elastic=worker.has_joined
+            or (report is not None and (report.was_member or report.job.ours > 0)),
+        )
         if policy.fails_job and policy.fatal is ended:
             self._report_failure(worker, ended)
         what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
@@ -653,7 +631,7 @@ class Agent:
         elif not self._stopping.is_set():
             if not self._workers and (policy.end.is_over or not self._replacing):
                 self._conclude(known=report is not None)
-            elif not (ended.left or late):
+            elif not ended.left:
                 self._note(f"{what}; continuing without it")
 
     async def _check_health(self) -> str:
@@ -783,30 +761,8 @@ class Agent:
     def _hear(self, news: JobNews) -> None:
         self._policy.heard(news.end)
         self._why, self._holders = news.why, news.holders
-        self._end_late_workers()
         if news.refused:
             self._refuse(f"job {self._settings.job_id} refuses this machine: {news.refused}")
-
-    def _end_late_workers(self) -> None:
-        """Ends the workers that have not joined the run, such as a replacement that is still
-        importing its libraries, and starts no replacements, if the run is over. The coordinator
-        would not admit them."""
-        if not (self._policy.end.is_over and self._policy.elastic) or self._stopping.is_set():
-            return
-        for replacement in self._replacing:
-            replacement.cancel()
-        late = {worker for worker in self._workers if not worker.has_joined} - self._late
-        if late:
-            self._late |= late
-            self._note(f"the run is over; ending {named(late)}, which had not joined it")
-            self._spawn(self._end_workers(late))
-
-    async def _end_workers(self, workers: set[Worker]) -> None:
-        for worker in workers:
-            worker.child.send(signal.SIGTERM)
-        if not await all_ended(self._late, self._settings.failure_grace, note=self._note):
-            for worker in workers:
-                worker.child.kill()
 
     def _refuse(self, why: str) -> None:
         if not self._policy.refused:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
+from shoal_common.exit_status import EVICTED
 
 from shoal_coordinator.membership.members.forming import holds_state, named
 from shoal_coordinator.membership.members.joining import has_place, live_member, stop_for
@@ -170,7 +171,12 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
     if event.failure:
         _fail(draft, event.failure)
     departure = draft.departed.get(event.member_id)
-    if not clean and departure is not None and departure.ending == Ending.STREAM_BROKEN:
+    if (
+        not clean
+        and (event.signal or event.exit_code != EVICTED)  # that exit is a consequence of the loss
+        and departure is not None
+        and departure.ending == Ending.STREAM_BROKEN
+    ):
         draft.correct_ending(event.member_id, Ending.PROCESS_EXITED)
         draft.records.append(
             Record(

@@ -21,7 +21,10 @@ import os, pathlib, runpy, sys, time
 
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-while os.environ["LOCAL_RANK"] == "1" and not pathlib.Path("go").exists(): time.sleep(0.02)
+give_up_at = time.monotonic() + 300
+while os.environ["LOCAL_RANK"] == "1" and not pathlib.Path("go").exists():
+    if time.monotonic() > give_up_at: raise TimeoutError("the test did not write the file 'go'")
+    time.sleep(0.02)
 """
 
 

@@ -130,7 +130,7 @@ def two_dtypes(net: nn.Module) -> TwoDtypes:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
 def test_a_state_with_several_dtypes_is_refused_if_it_is_sharded_as_one(strategy: str) -> None:
-    """It would be stored with one of the dtypes, and a resumed run would differ."""
+    """A sharded state is stored with one dtype, so a resumed run would differ."""
     with pytest.raises(
         ConfigurationError,
         match=r"'mean' as torch.bfloat16 for parameter '0.weight', but as torch.float32 for '0.b",

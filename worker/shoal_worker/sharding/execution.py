@@ -121,8 +121,8 @@ class Block:
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """For each forward pass in progress: its inputs, and the tensors that were visible in the
-        inputs and in attributes when the pass began, each with torch's version counter."""
+        """Inputs of each forward pass in progress, and the tensors that were visible in them and in
+        attributes when the pass began, each with torch's version counter."""
         self.open = 0
         """Number of forward passes through the module for which the backward pass has not
         finished."""

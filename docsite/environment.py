@@ -69,8 +69,8 @@ _OTHERS: Final = {
     "([health checks](../guides/machines.md#health-checks))",
     "SHOAL_METADATA_URL": "address of the cloud's metadata service, for a proxy or a test: "
     "http://HOST:PORT; by default http://169.254.169.254",
-    "SHOAL_HISTORY_RUNS": "ended runs that are kept for `shoal history`, 100 by default; 0 records "
-    "nothing ([past runs](../observability.md#past-runs))",
+    "SHOAL_HISTORY_RUNS": "finished runs that are kept for `shoal history`, 100 by default; 0 "
+    "records nothing ([past runs](../observability.md#past-runs))",
     "SHOAL_HISTORY_MIB": "MiB that they take in all, 1024 by default",
     "SHOAL_FAILPOINTS": "for Shoal's own tests: where a process is to fail",
 }

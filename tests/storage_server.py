@@ -1,4 +1,4 @@
-"""Parts that the object storages for tests share. Each is a server in a process of its own, with
+"""Parts that the object stores for tests share. Each is a server in a process of its own, with
 faults on request.
 
 Faults are rules in the order of arrival; the first rule that matches a request is used, at most

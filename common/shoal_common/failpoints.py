@@ -41,9 +41,9 @@ Workers:
     session.at_boundary         the members have met at a step boundary where joiners are waiting
     checkpoint.shard_written    this rank's shard of a checkpoint is on disk, but the note that
                                 reports it is not
-    checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object storage
+    checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object store
     checkpoint.upload_manifest  all files of a checkpoint except its manifest are in the object
-                                storage
+                                store
     rows.written                a bucket of a sparse table is on disk, in an incomplete checkpoint
     rows.put                    a server has replaced a bucket with its contents in a checkpoint;
                                 other buckets may still be unchanged

@@ -70,8 +70,9 @@ async def _recover(
     """Returns the state recovered from the data directory; None if `stop` was set or the job has
     ended.
 
-    If the state is unreadable, asks the coordinator for the role: as a backup, the server does not
-    need its state, since its primary sends everything again. Raises the errors of `serve`.
+    If the state is unreadable, asks the coordinator whether this server is a backup. A backup does
+    not need its old state, because its primary sends everything again. Raises the errors of
+    `serve`.
     """
     try:
         return directory.recover(job_id=settings.job, server_id=settings.server_id)

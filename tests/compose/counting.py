@@ -1,9 +1,10 @@
 """A training script that counts: at its end, each parameter is the negated number of times that its
 sample was trained on.
 
-It runs in the workers' containers under the strategy in its name. Samples are the rows of a unit
-matrix, the loss is linear, and the learning rate cancels the mean over the batch. Steps are slow
-until the file `go` exists, so that the test's events happen during the training.
+It runs in the workers' containers. The test copies it to `ddp.py` and `async_sgd.py`, and the copy
+uses the strategy that it is named after. Samples are the rows of a unit matrix, the loss is linear,
+and the learning rate cancels the mean over the batch. Steps are slow until the file `go` exists, so
+that the test's events happen during the training.
 """
 
 import json

@@ -148,8 +148,8 @@ class Cluster:
             target.child = target.start("")
 
     def _train_before(self) -> Child:
-        """Trains one worker alone, on its own servers. It writes the checkpoint whose rows the job
-        starts from."""
+        """Starts a worker that trains alone for one epoch, on its own servers, and returns its
+        process. The worker writes the checkpoint whose rows the job starts from."""
         config = {
             "end": str(self._directory),
             "seed": self._seed,

@@ -1,5 +1,5 @@
-"""The faults of a campaign: which fault comes next, which process it hits, and how ended processes
-return.
+"""The faults of a campaign: which fault comes next, which process it hits, and when a process that
+has ended is started again.
 
 The seed determines the faults, their targets and their times. The state in which they find the
 processes is left to chance. At least one worker is always left alone, so that the job never lacks
@@ -79,7 +79,7 @@ class Faults:
         self._ending = True
 
     def attend(self) -> None:
-        """Runs what is due, and looks for ended processes."""
+        """Runs what is due, and looks for processes that have exited."""
         self.do_what_is_due()
         for target in self._cluster.targets:
             if target.child is not None and target.child.ended.is_set():

@@ -91,7 +91,7 @@ class SimulatedDonor:
         return self._offers.get(nonce)
 
     def serve(self, connection: Connection) -> None:
-        """Registers a connection, which ends with the offer."""
+        """Registers a connection, which is shut down when the offer is withdrawn."""
         self._serving.append(connection)
 
     def close(self) -> None:

@@ -504,7 +504,7 @@ def save_checkpoint(
 
     Args:
         directory: a directory that all ranks share, or that is local to the first rank's machine;
-            or the URL of an object storage, such as "s3://bucket/run": in that case, the checkpoint
+            or the URL of an object store, such as "s3://bucket/run": in that case, the checkpoint
             is written to a local directory (SHOAL_STAGING_DIR) and uploaded in the background.
         keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
@@ -519,11 +519,12 @@ def save_checkpoint(
         every_steps: save only after a committed step whose number in the run is a multiple of this;
             use it if this function is called in every iteration, after `optimizer.step()`. All
             ranks, including joiners, decide in the same way, and never twice for one step.
-        frozen: for parameters that were not trained at `as_distributed`, such as the base model of
-            an adapter. "write": their values are stored in files that the checkpoints in the
-            directory share (hard links, or copies where links are impossible), so every checkpoint
-            is complete. "reference": only their digests are saved; `resume` then needs a model with
-            the same values from the script, and `load_full_state` needs `base`.
+        frozen: how to save parameters that did not require gradients when `as_distributed` was
+            called, such as the base model of an adapter. "write": their values are stored in files
+            that the checkpoints in the directory share (hard links, or copies where links are
+            impossible), so every checkpoint is complete. "reference": only their digests are saved;
+            `resume` then needs a model with the same values from the script, and `load_full_state`
+            needs `base`.
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
@@ -531,10 +532,10 @@ def save_checkpoint(
             or differs between ranks; or a directory that cannot be written, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save has failed or, under ddp, saving
             the rows of sparse tables has failed now.
-        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage has refused the
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object store has refused the
             credentials, in this call or in an earlier upload.
         UnavailableError (OBJECT_STORAGE_UNAVAILABLE): during the first save to this URL, the object
-            storage has failed for too long.
+            store kept failing for too long.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
             long.
     """
@@ -591,8 +592,8 @@ def resume(directory: str | Path) -> bool:
         directory: the directory or URL passed to `save_checkpoint`.
 
     Raises:
-        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object storage refuses the credentials.
-        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object storage has failed for too long.
+        PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object store refuses the credentials.
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object store has failed for too long.
         CorruptDataError: the newest checkpoint is damaged, or belongs to a different model or a
             newer release; or it was saved with `frozen="reference"`, and the model's frozen
             parameters have different values (BASE_MODEL_DIFFERS). Nothing is changed.

@@ -147,7 +147,7 @@ class WorkerMetrics:
         )
         self.uploads = Counter(
             "shoal_worker_uploads",
-            "Uploads of checkpoints to an object storage by this worker, by outcome: written, "
+            "Uploads of checkpoints to an object store by this worker, by outcome: written, "
             "failed, or given_up (a later save removed the checkpoint first, or this worker was "
             "evicted).",
             ("outcome",),
@@ -157,24 +157,23 @@ class WorkerMetrics:
             self.uploads.labels(outcome)
         self.upload_seconds = Histogram(
             "shoal_worker_upload_seconds",
-            "Time to upload a checkpoint to an object storage. Training continues during the "
-            "upload.",
+            "Time to upload a checkpoint to an object store. Training continues during the upload.",
             buckets=_DISKS,
             registry=self.registry,
         )
         self.uploaded_bytes = Counter(
             "shoal_worker_uploaded_bytes",
-            "Bytes of checkpoint files that this worker uploaded to an object storage.",
+            "Bytes of checkpoint files that this worker uploaded to an object store.",
             registry=self.registry,
         )
         self.upload_backlog_checkpoints = Gauge(
             "shoal_worker_upload_backlog_checkpoints",
-            "Checkpoints on this worker's disk that are not yet in the object storage.",
+            "Checkpoints on this worker's disk that are not yet in the object store.",
             registry=self.registry,
         )
         self.upload_backlog_bytes = Gauge(
             "shoal_worker_upload_backlog_bytes",
-            "Size of the checkpoints on this worker's disk that are not yet in the object storage.",
+            "Size of the checkpoints on this worker's disk that are not yet in the object store.",
             registry=self.registry,
         )
         self.transports_lost = Counter(

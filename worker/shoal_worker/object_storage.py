@@ -76,7 +76,7 @@ _REFUSALS: Final = (401, 403)
 
 
 def is_url(place: str | Path) -> bool:
-    """Returns whether a place named by the user is a URL of an object storage.
+    """Returns whether a place named by the user is a URL of an object store.
 
     Raises:
         ConfigurationError: the URL has an unsupported scheme or lacks a bucket or a path, or
@@ -144,7 +144,7 @@ def local_path(place: str | Path) -> Path:
 class ThreadPerCall(ThreadPoolExecutor):
     """Runs each call on a new daemon thread.
 
-    Used as the event loop's pool, where clients of object storages look up host names. Python's own
+    Used as the event loop's pool, where clients of object stores look up host names. Python's own
     pools refuse calls once the interpreter begins to shut down, which is before `atexit` functions
     run, and one of these functions waits for the upload of a run's last checkpoint. A subclass of
     ThreadPoolExecutor, because asyncio accepts no other executors.

@@ -89,11 +89,11 @@ class WorkerSettings(CallerSettings):
     """Directory of files that record every sample index handed out, and every commit, as JSON
     lines; None: not recorded."""
     staging_dir: LocalDirectory | None = None
-    """Local directory for checkpoints and log files while they are uploaded to an object storage,
+    """Local directory for checkpoints and log files while they are uploaded to an object store,
     and for checkpoints after their download; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by
     default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
-    """Time during which each call to an object storage is retried while the storage fails."""
+    """Time during which each call to an object store is retried while the storage fails."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)

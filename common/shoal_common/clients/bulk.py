@@ -411,12 +411,15 @@ class BulkChannel:
     def connection(
         self, job_id: str, member_id: str, until: float
     ) -> Iterator[OpenedConnection | None]:
-        """Yields a connection for calls on behalf of `member_id`; None if gRPC should be used. With
-        an empty `member_id`, the connection may only pull.
+        """Yields a connection for calls on behalf of `member_id`, or None if the caller should use
+        gRPC instead. If `member_id` is empty, the connection can only be used to pull. `until`:
+        deadline, by the monotonic clock.
 
-        Raises UnavailableError / CLIENT_CLOSED; the errors of OpenData; DeadlineError at `until`,
-        by the monotonic clock; and UnavailableError / TRANSPORT_UNAVAILABLE if only one transport
-        is allowed and it is unavailable.
+        Raises:
+            UnavailableError: CLIENT_CLOSED; or TRANSPORT_UNAVAILABLE if only one transport is
+                allowed and it is unavailable.
+            DeadlineError: the deadline passed while the connection was being opened.
+            ShoalError: the request for a ticket (`open_data`) failed.
         """
         connection = self._take(member_id) or self._open(job_id, member_id, until)
         if connection is None:

@@ -140,7 +140,7 @@ class Caller:
 
 class ResponseStream(Generic[ResponseT]):
     """Responses of a streaming call. Must be iterated over by one thread. `cancel()` ends the
-    iteration without an error and may be called on any thread."""
+    iteration without an error and may be called from any thread."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call

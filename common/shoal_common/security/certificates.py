@@ -138,8 +138,8 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
 
 def expiry_of(certificate: bytes) -> datetime | None:
-    """Returns the time at which a PEM certificate, or the first one of a chain, expires. Returns
-    None if only OpenSSL can read the certificate."""
+    """Returns the expiry time of a PEM certificate, or of the first certificate in a chain. Returns
+    None if the `cryptography` library cannot parse the certificate, even if OpenSSL accepts it."""
     from cryptography import x509
 
     try:

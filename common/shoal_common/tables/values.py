@@ -1,9 +1,10 @@
 """Computes the bucket and the initial values of rows from their ids.
 
-The results are the same bits on every machine: only integers are used, and one float64 product that
-is rounded to float32. The generator is counter-based: it applies splitmix64's last mixing step
-(Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) to seed, id
-and element index, so that any row can be generated independently of other rows.
+The results are bit-identical on every machine: all arithmetic is exact except one float64
+multiplication, whose result is rounded to float32. The generator is counter-based: it applies
+splitmix64's finalizer (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+OOPSLA 2014) to the seed, the id and the element index, so that any row can be generated
+independently of the others.
 """
 
 from __future__ import annotations

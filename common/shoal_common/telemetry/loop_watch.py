@@ -47,10 +47,10 @@ class _Seen:
 class LoopWatch(Collector):
     """Watches the running event loop on a separate thread, until `close`.
 
-    The loop records the time several times per `after`. If the record is older than `after`, the
-    thread logs what the loop's thread is executing, innermost call first, at most once a minute. A
-    call that holds the GIL blocks the watching thread too; it is logged without a stack once it has
-    returned.
+    A timer on the loop records the time at intervals of a quarter of `after`, the time after which
+    the loop counts as blocked. If the last record is older than `after`, the thread logs what the
+    loop's thread is executing, innermost call first, at most once a minute. A call that holds the
+    GIL blocks the watching thread too; it is logged without a stack once it has returned.
     """
 
     def __init__(

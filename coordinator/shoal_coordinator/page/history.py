@@ -23,7 +23,7 @@ _MOST: Final = 600
 """Maximum number of points per job. When it is reached, every second point is dropped and the
 sampling interval doubles."""
 _MOST_JOBS: Final = 1_000
-"""Maximum number of jobs without members whose history is kept; the most recently ended jobs are
+"""Maximum number of jobs without members whose history is kept; the most recently finished jobs are
 kept."""
 
 
@@ -71,7 +71,7 @@ class Histories:
 
     def of(self, job_id: str, run: RunId) -> list[Point]:
         """Returns the points of a job's run; empty if the history belongs to a different run. May
-        be called on any thread."""
+        be called from any thread."""
         history = self._of.get(job_id)
         return history.points if history is not None and history.run == run else []
 

@@ -154,7 +154,7 @@ class JobLoop:
         return self._newest if self._newest_run == self.state.run.number else Progress()
 
     def observed(self) -> ObservedJob:
-        """Returns the job's current state. May be called on any thread."""
+        """Returns the job's current state. May be called from any thread."""
         pulses = Pulses(
             members=self._members.copy(),
             servers=self._servers.copy(),

@@ -90,11 +90,11 @@ class Jobs:
         return loop
 
     def states(self) -> list[JobState]:
-        """Returns the states of all jobs, ordered by id. May be called on any thread."""
+        """Returns the states of all jobs, ordered by id. May be called from any thread."""
         return [loop.state for _, loop in sorted(self._loops.copy().items())]
 
     def observed(self) -> list[ObservedJob]:
-        """Returns the current state of all jobs, ordered by id. May be called on any thread."""
+        """Returns the current state of all jobs, ordered by id. May be called from any thread."""
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:

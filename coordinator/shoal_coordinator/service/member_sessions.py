@@ -51,7 +51,7 @@ from shoal_coordinator.service.streams import first_message
 
 
 class MemberSessions:
-    """Implements the RPC JoinSession for all jobs."""
+    """Implements the JoinSession RPC for all jobs."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from shoal_coordinator.service.streams import first_message
 
 
 class ServerSessions:
-    """Implements the RPC ServerSession for all jobs."""
+    """Implements the ServerSession RPC for all jobs."""
 
     def __init__(
         self, jobs: Jobs, *, clock: Clock, metrics: CoordinatorMetrics, request_timeout: timedelta

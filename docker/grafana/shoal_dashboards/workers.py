@@ -132,7 +132,7 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Checkpoints a worker uploaded",
-        text="Number of uploads to the object storage, by outcome: written, failed, or given up "
+        text="Number of uploads to the object store, by outcome: written, failed, or given up "
         "because a later save removed the checkpoint first. The worker's log explains each "
         "failure.",
         unit="none",
@@ -152,7 +152,7 @@ CHECKPOINTS = (
         queries=quantiles("shoal_worker_upload_seconds", "job_id"),
     ),
     Graph(
-        title="Upload to the object storage",
+        title="Upload to the object store",
         text="Bytes of checkpoint files that each worker uploads per second.",
         unit="Bps",
         queries=[
@@ -172,7 +172,7 @@ CHECKPOINTS = (
     ),
     Graph(
         title="Checkpoints to upload",
-        text="Number of checkpoints that are on a worker's disk and not yet in the object storage.",
+        text="Number of checkpoints that are on a worker's disk and not yet in the object store.",
         unit="none",
         queries=[
             ("sum by (instance) (shoal_worker_upload_backlog_checkpoints{job})", "{{instance}}")

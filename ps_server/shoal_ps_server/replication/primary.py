@@ -417,8 +417,10 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """Appends a record to the journal that names the backup that changes must wait for. A
-        server that is restarted with such a record must ask the coordinator before it serves."""
+        """Appends a journal record with the id of the backup that must confirm each change before
+        it takes effect; an empty `server_id` means none. `effect`: called once the record is
+        written. If the last such record names a backup, a restarted server must ask the coordinator
+        before it serves, because the backup may have taken over."""
         assert self._journal is not None
 
         def written() -> None:

@@ -146,7 +146,7 @@ class TableRows(Partition):
 
     def prepared(self, image: RowsImage) -> Rows:
         """Converts an image to the rows for `put_in_place`, without changing the bucket. May be
-        called on any thread.
+        called from any thread.
 
         Raises InvalidRequestError / ROWS_INVALID for rows that cannot belong to this bucket, and
         LimitError / MEMORY_EXHAUSTED for too many rows.

@@ -69,7 +69,7 @@ class Changes:
     @property
     def write_error(self) -> Exception | None:
         """Error of the journal's last write; None if it succeeded or there is no journal. May be
-        read on any thread."""
+        read from any thread."""
         return None if self._journal is None else self._journal.write_error
 
     def members_changed(self) -> None:

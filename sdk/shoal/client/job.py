@@ -120,7 +120,7 @@ class Member:
     unless micro-batches are distributed by speed, or a step has fewer micro-batches than ranks. In
     the second case, also None for a member that gets no micro-batch."""
     upload_backlog_bytes: int = 0
-    """Bytes of checkpoints on the member's disk that are not yet in the object storage."""
+    """Bytes of checkpoints on the member's disk that are not yet in the object store."""
     script_line: str | None = None
     """Line of the script that the member is executing, and what the line is waiting for. None
     unless the member has made no progress for a while."""

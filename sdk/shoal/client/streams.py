@@ -56,7 +56,7 @@ class EventStream:
     """Iterator over the events of a job, oldest first.
 
     A context manager. Must be iterated over by one thread; `close` ends the iteration and may be
-    called on any thread.
+    called from any thread.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class LogStream:
     """Iterator over the lines of a log, without their line breaks.
 
     A context manager. Must be iterated over by one thread; `close` ends the iteration and may be
-    called on any thread.
+    called from any thread.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class Client:
 
     def jobs(self) -> tuple[JobSummary, ...]:
         """Returns the jobs known to the shared coordinator. Without a shared coordinator, returns
-        the jobs of this machine, including ended jobs that were submitted from it."""
+        the jobs of this machine, including finished jobs that were submitted from it."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:

@@ -1,4 +1,4 @@
-"""A test's own folder in an object storage, and the checkpoints in it."""
+"""A test's own folder in an object store, and the checkpoints in it."""
 
 from __future__ import annotations
 

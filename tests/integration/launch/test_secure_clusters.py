@@ -230,8 +230,8 @@ def seen_of(process: psutil.Process) -> bytes:
 
 
 def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluster) -> None:
-    """All credentials are given by flags. Neither the processes of the run nor the children of its
-    script have a secret in their arguments or environment."""
+    """All credentials are in files that flags name. Neither the processes of the run nor the
+    children of its script have a secret in their arguments or environment."""
     script = cluster.shell.script(SCRIPT)
     command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, "ddp")
     command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")

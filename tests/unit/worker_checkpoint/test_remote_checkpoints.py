@@ -1,4 +1,4 @@
-"""Checkpoints in an object storage are complete or absent, no matter what interrupts an upload.
+"""Checkpoints in an object store are complete or absent, no matter what interrupts an upload.
 
 The storage is fsspec's, in memory; tests/integration/common/test_s3.py has a real server.
 """

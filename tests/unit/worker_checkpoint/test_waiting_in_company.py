@@ -58,7 +58,7 @@ def test_what_reading_raises_is_raised_on_the_rank_that_reads() -> None:
 def test_a_disk_that_never_answers_is_given_up() -> None:
     never = threading.Event()
     try:
-        with pytest.raises(DeadlineError, match="is the disk or the object storage"):
+        with pytest.raises(DeadlineError, match="is the disk or the object store"):
             shoal.launch(
                 lambda: operation(
                     lambda channel: on_first(channel, never.wait, patience=timedelta(seconds=0.1))

@@ -367,8 +367,9 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's settings and sends them to the servers. Without inner steps,
-        momentum and moments, which only a synchronous run saves, are not loaded."""
+        """Loads the optimizer's settings and sends them to the servers. With inner steps, also
+        loads momentum and moments. Without inner steps, the servers keep these, so those in a state
+        dict that a synchronous run saved are ignored."""
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(

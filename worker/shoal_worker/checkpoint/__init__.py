@@ -9,6 +9,6 @@ checkpoint, atomic directories, and tensor files, which `tensor_writer` writes. 
 thread that writes during training; it also lets ranks wait for a disk without timing out. `rows`
 handles the rows of sparse tables, which are on the servers.
 
-`place` distinguishes a directory from the URL of an object storage; `remote` reads and writes
-checkpoints in an object storage, and `uploads` is the thread that uploads them from a directory.
+`place` distinguishes a directory from the URL of an object store; `remote` reads and writes
+checkpoints in an object store, and `uploads` is the thread that uploads them from a directory.
 """

@@ -52,7 +52,7 @@ from shoal_worker.state.serial import STORED_DTYPES
 from shoal_worker.state.tree import Snapshot, join_path, unflatten
 
 Place = TypeVar("Place")
-"""A checkpoint's path, or its name in an object storage."""
+"""A checkpoint's path, or its name in an object store."""
 
 STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

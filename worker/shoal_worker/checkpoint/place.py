@@ -1,9 +1,9 @@
-"""Places for a script's checkpoints: a directory, or an object storage with a local staging
+"""Places for a script's checkpoints: a directory, or an object store with a local staging
 directory.
 
 A checkpoint for `s3://bucket/run` is first written to `<staging>/<digest of the URL>/run-<id>/`,
-and downloaded to that directory before it is read. The object storage determines which checkpoints
-exist: `resume` never reads a local one that is missing in the object storage.
+and downloaded to that directory before it is read. The object store determines which checkpoints
+exist: `resume` never reads a local one that is missing in the object store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Place:
     """The directory; for a URL, the staging directory of all runs."""
     url: str | None = None
     patience: timedelta = PATIENCE
-    """Maximum time to retry each call to the object storage."""
+    """Maximum time to retry each call to the object store."""
 
     @classmethod
     def of(cls, named: str | Path, settings: WorkerSettings) -> Place:
@@ -68,12 +68,12 @@ class Place:
         return f"{self.named}/{name}" if self.url is not None else str(Path(self.named) / name)
 
     def remote(self) -> RemoteCheckpoints:
-        """Returns the checkpoints in the object storage. Only for a place with a URL."""
+        """Returns the checkpoints in the object store. Only for a place with a URL."""
         assert self.url is not None, self.named
         return RemoteCheckpoints(ObjectFolder.at(self.url, self.patience))
 
     def check(self, step: int, run: str) -> None:
-        """Raises ConfigurationError if the object storage contains a checkpoint of a different run
+        """Raises ConfigurationError if the object store contains a checkpoint of a different run
         with a step after `step`. Also raises the errors of `ObjectFolder`. Does nothing for a
         directory."""
         if self.url is not None:
@@ -171,7 +171,7 @@ def _step(name: str) -> int:
 
 def _set_aside_after(path: Path) -> None:
     """Renames local checkpoints that are newer than `path`, the newest checkpoint in the object
-    storage. Because the storage does not have them, they must be neither read nor uploaded."""
+    store. Because the storage does not have them, they must be neither read nor uploaded."""
     for other in complete_in(path.parent):
         if _step(other.name) > _step(path.name):
             aside = other.with_name(f"not-uploaded-{other.name}")
@@ -179,7 +179,7 @@ def _set_aside_after(path: Path) -> None:
             with disk_errors(aside):
                 other.rename(aside)
             _log.warning(
-                "%s was never uploaded, or was removed from the object storage; it is kept as %s",
+                "%s was never uploaded, or was removed from the object store; it is kept as %s",
                 other,
                 aside,
             )

@@ -1,4 +1,4 @@
-"""Checkpoints in an object storage: one folder per checkpoint, complete once it has a manifest.
+"""Checkpoints in an object store: one folder per checkpoint, complete once it has a manifest.
 
     s3://bucket/run/
       newest.json               name of the checkpoint uploaded last
@@ -7,7 +7,7 @@
         uploading.json          present while a process uploads: its run
         checkpoint.json         written last, removed first
 
-Nothing is renamed, because an object storage cannot rename objects. A process that dies during an
+Nothing is renamed, because an object store cannot rename objects. A process that dies during an
 upload leaves a folder without a manifest, which does not count as a checkpoint. The next upload of
 the same run removes such folders. A listing may be out of date, but objects are not: `newest.json`
 finds a checkpoint that the listing lacks, and a folder counts only if its manifest can be read.

@@ -103,7 +103,7 @@ class CheckpointSaver:
         """Uploads to the URL of the newest save, if this process has completed a checkpoint for
         that URL."""
         self._checked: tuple[str, str] | None = None
-        """URL and run of the newest save for which the object storage has been checked. The same on
+        """URL and run of the newest save for which the object store has been checked. The same on
         all ranks that took part in that save."""
 
     @classmethod
@@ -240,7 +240,7 @@ class CheckpointSaver:
             self._memory = {}
 
     def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
-        """Checks before a run's first save to a URL that the first rank can use the object storage
+        """Checks before a run's first save to a URL that the first rank can use the object store
         and may save there. Must be called on all ranks, within an operation.
 
         Raises:
@@ -405,7 +405,7 @@ class _Elsewhere:
     shared: bool
     """True if all ranks are known to see the directory."""
     uploads: bool = False
-    """True if the checkpoint must also be in an object storage."""
+    """True if the checkpoint must also be in an object store."""
 
     def wait(self, session: Session) -> None:
         """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine

@@ -1,4 +1,4 @@
-"""Uploads a run's checkpoints from a local directory to an object storage, in the background.
+"""Uploads a run's checkpoints from a local directory to an object store, in the background.
 
 The saver writes checkpoints to the local directory. The complete checkpoints that are not uploaded
 yet form the backlog. The rank that completes the checkpoints uploads them, oldest first. The
@@ -54,7 +54,7 @@ _UPLOADED: Final = ".uploaded"
 
 @dataclass(frozen=True)
 class Backlog:
-    """Checkpoints that are complete on the local disk and not yet in the object storage."""
+    """Checkpoints that are complete on the local disk and not yet in the object store."""
 
     checkpoints: int = 0
     nbytes: int = 0

@@ -124,7 +124,7 @@ class CheckpointWriter:
                 self._error = error
 
 
-# Waiting for a disk or an object storage within an operation. This wait may take longer than a
+# Waiting for a disk or an object store within an operation. This wait may take longer than a
 # collective's timeout. If the other ranks waited in a collective, they would mistake the rank that
 # accesses the disk for a stuck rank. All ranks therefore report to one another repeatedly whether
 # they are done. Runs on the training threads; disk access runs on separate threads.
@@ -191,7 +191,7 @@ def on_first(
         if not working.done():
             raise DeadlineError(
                 f"the files were not read or written within {patience.total_seconds():g} s; is "
-                "the disk or the object storage available?",
+                "the disk or the object store available?",
                 reason="CHECKPOINT_SLOW",
             )
         return working.result()

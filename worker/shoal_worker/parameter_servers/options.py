@@ -198,7 +198,7 @@ class AsyncOptions:
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
-        """Returns the consistency model as the protobuf message of the RPC ConfigureOptimizer."""
+        """Returns the consistency model as the protobuf message of the ConfigureOptimizer RPC."""
         modes = {
             "asp": pb.Consistency.MODE_ASP,
             "ssp": pb.Consistency.MODE_SSP,
@@ -351,7 +351,7 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """Returns the optimizer's settings at `as_distributed`, for the RPC ConfigureOptimizer. The
+        """Returns the optimizer's settings at `as_distributed`, for the ConfigureOptimizer RPC. The
         same on every worker, including joiners."""
         return pb.OptimizerSpec(
             name=self._declared.name,
@@ -413,7 +413,7 @@ class ServerOptimizer:
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """Returns `revision` in the form needed for the RPC SetHyperparameters: hyperparameters for
+        """Returns `revision` in the form needed for the SetHyperparameters RPC: hyperparameters for
         all tensors, and for individual groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)

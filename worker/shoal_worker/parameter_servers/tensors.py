@@ -80,7 +80,7 @@ class HostTensor:
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """Returns the tensor's specification for the RPC DeclareTensors."""
+        """Returns the tensor's specification for the DeclareTensors RPC."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart

@@ -260,8 +260,9 @@ class ShardedExecution:
     # ----------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method of the outermost module as a function that can be called like its
-        `forward`: the module's own parameters are gathered during the call."""
+        """Returns a function that calls `method`, a method of the outermost module, with the same
+        hooks as the module's `forward`, so that the module's own parameters are available during
+        the call."""
         if self._around_root is None:
             return method
         before, after = self._around_root

@@ -53,7 +53,7 @@ def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
 
 
 def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.TensorSpec]:
-    """Returns the tables' specifications for the RPC DeclareTensors."""
+    """Returns the tables' specifications for the DeclareTensors RPC."""
     return [
         coordinator_pb.TensorSpec(
             name=table.name, shape=table.shape, dtype=ROWS_DTYPE.name, table=table.spec.message()
@@ -131,7 +131,7 @@ class Tables:
         return bool(self._tables)
 
     def specs(self) -> list[coordinator_pb.TensorSpec]:
-        """Returns the tables' specifications for the RPC DeclareTensors."""
+        """Returns the tables' specifications for the DeclareTensors RPC."""
         return table_specs(self._tables)
 
     def connect(

@@ -189,7 +189,7 @@ class HostCopies:
         ]
 
     def arrive(self) -> None:
-        """Waits until all copies are complete. May be called on any thread. A second call does
+        """Waits until all copies are complete. May be called from any thread. A second call does
         nothing.
 
         Raises RuntimeError if the device has failed.

@@ -1,7 +1,8 @@
-"""Rules about machines: refuses machines, and excludes machines whose workers die repeatedly.
+"""Rules about machines: excludes machines whose workers die repeatedly, and refuses new members on
+machines that are excluded or reported as unhealthy.
 
-A machine is identified by the host name that its members report. Machines that are not in
-`machines` are healthy.
+A machine is identified by the host name that its members report. `Draft.machines` contains only
+machines that are not healthy.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ class SendMembers:
 
 @dataclass(frozen=True, kw_only=True)
 class SendPlace:
-    """Tells a server which place it has (shoal.v1.ServerPlace)."""
+    """Tells a server its role in its place, primary or backup, and about the other server there
+    (shoal.v1.ServerPlace)."""
 
     server_id: str
     epoch: int

@@ -36,9 +36,9 @@ class Frames:
         self._seen = ""
 
     def take(self) -> RenderableType:
-        """Returns the newest frame. While the coordinator does not respond, the frame shows the
-        last known values and states that they are outdated. Raises ShoalError if no values are
-        known yet."""
+        """Returns a new frame. While the coordinator does not respond, the frame shows the last
+        known values and a note that they are outdated. Raises ShoalError if no values are known
+        yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)

@@ -63,7 +63,8 @@ class LiveView:
             self._console.print(text, soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """Shows the progress of the run from the next table on. May be called on any thread."""
+        """Sets the progress to show below the table when it is next redrawn. May be called from any
+        thread."""
         self._status = status
 
     def __enter__(self) -> Self:

@@ -33,7 +33,7 @@ class Checkpoints(Checkpoint):
         """
         Args:
             directory: directory shared by all ranks, or local to the first rank's machine; or a
-                URL of an object storage (docs/guides/object-storage.md).
+                URL of an object store (docs/guides/object-storage.md).
             every_n_steps: saves after steps whose number in the run is a multiple of this; None:
                 after each epoch.
             keep: number of checkpoints to keep, a positive integer.

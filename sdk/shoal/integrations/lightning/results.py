@@ -85,9 +85,10 @@ class Held:
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
         Args:
-            part: number of the part among the parts of all ranks.
-            weight: returns the weight of the part, usually its number of samples; called if `log`
-                was called without `batch_size`.
+            part: index of this part among the parts of all ranks; -1 for values logged before or
+                after the parts of a step.
+            weight: returns the weight of the part, usually its number of samples. A `batch_size`
+                passed to `log` replaces it, unless it is 0 (a stand-in batch).
         """
         self.part = part
         self._weight = weight

@@ -66,13 +66,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of the history. When a run starts, the oldest ended runs beyond the limits are
+    """Limits of the history. When a run starts, the oldest finished runs beyond the limits are
     removed."""
 
     runs: int = _RUNS
-    """Maximum number of ended runs that are kept; 0: nothing is recorded."""
+    """Maximum number of finished runs that are kept; 0: nothing is recorded."""
     nbytes: int = _MIB << 20
-    """Maximum total size of the ended runs in bytes. The newest run is kept even if it is
+    """Maximum total size of the finished runs in bytes. The newest run is kept even if it is
     larger."""
 
     @classmethod
@@ -232,8 +232,8 @@ class Stored:
 
 
 def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
-    """Returns the runs to remove: the oldest ended runs beyond the limits. Runs in progress do not
-    count towards the limits and are not removed. Pure."""
+    """Returns the runs to remove: the oldest finished runs beyond the limits. Runs in progress do
+    not count towards the limits and are not removed. Pure."""
     ended = sorted((each for each in stored if each.ended), key=lambda each: -each.unix_s)
     kept = total = 0
     for each in ended[: limits.runs]:
@@ -325,8 +325,8 @@ class History:
         return None
 
     def prune(self, limits: Limits) -> None:
-        """Removes the oldest ended runs beyond the limits. Never raises an error: a run that cannot
-        be removed is kept."""
+        """Removes the oldest finished runs beyond the limits. Never raises an error: a run that
+        cannot be removed is kept."""
         stored = [each for directory in self._directories() if (each := _stored(directory))]
         for each in to_remove(stored, limits):
             shutil.rmtree(each.directory, ignore_errors=True)

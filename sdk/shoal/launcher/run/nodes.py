@@ -65,7 +65,7 @@ class SharedSite:
     """Site of a run whose coordinator is shared with other launchers. Implements `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
-        """`note`: callback that shows a message to the user; called on any thread. Raises
+        """`note`: callback that shows a message to the user; called from any thread. Raises
         ConfigurationError for unusable addresses and certificates."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:

@@ -1,4 +1,4 @@
-"""Uploads the workers' log files to an object storage while they grow.
+"""Uploads the workers' log files to an object store while they grow.
 
 Objects cannot be appended to. A long file is therefore uploaded in parts, `stdout.log`,
 `stdout.log.2`, ..., and only its last part again when the file has grown. A failed upload does not

@@ -276,7 +276,7 @@ class WorkerStarter:
 async def all_ended(
     workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
 ) -> bool:
-    """Waits until `workers`, from which the caller removes ended workers, is empty. Lists the
+    """Waits until `workers` is empty; the caller removes workers that have exited. Lists the
     remaining workers every 10 s. Returns False if some remain after `timeout`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()

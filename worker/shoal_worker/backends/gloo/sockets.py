@@ -188,8 +188,8 @@ class GroupSockets:
         self._watcher.start()
 
     def close(self) -> None:
-        """Stops watching and closes the copies. Connections that Gloo still uses remain open.
-        Idempotent."""
+        """Stops watching, and closes this object's copies of the sockets. Gloo's own sockets, and
+        therefore its connections, stay open. Idempotent."""
         with self._closing:
             if self._closed:
                 return

@@ -135,7 +135,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stops the iteration. If it is a generator, it can then close its files."""
+        """Stops the iteration, so that a generator can close its files."""
 
 
 class SourceReader(Reader):
@@ -320,7 +320,7 @@ class SourceReader(Reader):
 
 
 def _close(iterator: Iterator[Any]) -> None:
-    """Closes the iterator. If it is a generator, it can then close its files."""
+    """Closes the iterator if it has a `close` method, so that a generator can close its files."""
     close = getattr(iterator, "close", None)
     if callable(close):
         close()

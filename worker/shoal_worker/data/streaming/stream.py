@@ -1,5 +1,5 @@
-"""The streams that a loader can read: an iterable without positions, or a list of shards
-(`ShardedStream`). Also checks loader arguments for streams."""
+"""The streams that a loader can read: an iterable whose samples cannot be accessed by index, or a
+list of shards (`ShardedStream`). Also refuses loader arguments that do not apply to streams."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ def read_later(loss: torch.Tensor) -> SupportsFloat:
 
 
 def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-    """Starts a copy to pinned host memory. Returns the copy, and an event that occurs when it is
-    complete."""
+    """Starts a copy to pinned host memory. Returns the copy, and an event recorded after it: once
+    the event has completed, the copy can be read."""
     copy = value.to("cpu", non_blocking=True)
     arrival = torch.Event(value.device)
     arrival.record()

@@ -103,7 +103,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def watch(self, names: Iterable[str]) -> None:
-        """Adds parameters that passes write to, as reported by a peer."""
+        """Marks parameters as known to be written in forward or backward passes. `names`: as
+        reported by a peer (`known`)."""
         known = frozenset(names)
         self._watched |= {index for index, (name, _) in enumerate(self._named) if name in known}
 
@@ -380,7 +381,8 @@ class WrittenParameters:
         self._updating = False
 
     def replaced(self) -> None:
-        """Records that the parameters have been loaded from a different state."""
+        """Records that the parameters are replaced, by a loaded state or an update. Changes before
+        the next step begins do not count as writes."""
         self.forget()
         self._committed, self.between = None, 0
 

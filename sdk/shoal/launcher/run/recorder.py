@@ -49,7 +49,7 @@ LOG_BYTES: Final = 16 << 20
 """Size in bytes above which a run's output continues in a new file. At most two files are kept;
 older files are removed."""
 _MOST_WORKERS: Final = 256
-"""Maximum number of exited workers in a record. If there are more, the most recent ones are kept."""
+"""Maximum number of exited workers in a record. If there are more, the newest are kept."""
 _COLOURED_PREFIX: Final = re.compile(rb"^\x1b\[\d+m(\[\d+\]:)\x1b\[0m ", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Exchange of bytes between ranks for operations between steps, over a generation's group or in a
+"""Exchange of bytes between ranks in operations between steps, through a generation's group or in a
 world of one."""
 
 from __future__ import annotations

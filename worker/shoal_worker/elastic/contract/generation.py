@@ -1,9 +1,9 @@
 """A generation from a member's perspective: one agreed list of members with their ranks.
 
 In a small world, a member receives the full table of ranks. In a large world, it receives only its
-rank, the world size, the distribution across hosts, and the ranks without state. It requests
-details of other ranks on demand. Once a member has the full table, it receives only the changes of
-later generations.
+rank, the world size, the distribution of ranks across hosts, and the list of ranks that have no
+state yet. It requests details of other ranks on demand. Once a member has the full table, it
+receives only the changes of later generations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Peer:
 
     @cached_property
     def line(self) -> str:
-        """This rank as one line of text, for the digest of the rank table."""
+        """This peer as one line of text. The digest of the rank table is computed from these lines.
+        """
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
@@ -86,8 +87,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """Returns all peers if they can be determined without a request, otherwise None. Then
-        releases the older table."""
+        """Returns all peers if they can be determined without a request, otherwise None. Calls
+        `follow` at most once, and then releases the older table."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -95,8 +96,8 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks. First requests any that are unknown from the
-        coordinator."""
+        """Returns the peers with these ranks. If some of them are not known yet, first requests
+        those from the coordinator."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
@@ -175,7 +176,7 @@ class SomePeers(Sequence[Peer]):
 
     @property
     def joining(self) -> frozenset[int]:
-        """Positions, in this sequence, of the ranks that joined without state."""
+        """Indices, within this sequence, of the ranks that joined without state."""
         return frozenset(
             position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
         )
@@ -253,7 +254,7 @@ class Generation:
 
     @property
     def joining(self) -> frozenset[int]:
-        """Ranks that had no rank in the previous generation."""
+        """Ranks of members that had no rank in the previous generation."""
         peers = self.peers
         return (
             frozenset(peer.rank for peer in peers if peer.joining)
@@ -262,7 +263,8 @@ class Generation:
         )
 
     def peers_of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks; requests all unknown ones together."""
+        """Returns the peers with these ranks. Sends at most one request, for all ranks that are not
+        known yet."""
         peers = self.peers
         return [peers[rank] for rank in ranks] if isinstance(peers, tuple) else peers.of(ranks)
 

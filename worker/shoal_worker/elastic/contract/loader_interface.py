@@ -17,8 +17,8 @@ from shoal_common.errors import PreconditionError
 
 
 class StepStatus(enum.Enum):
-    """Outcome of a step, the same on every rank that survives the step. COMMITTED is true in a
-    condition and the others are false, so side effects can follow `if optimizer.step():`."""
+    """Outcome of a step, the same on every rank that survives the step. COMMITTED is truthy and the
+    other outcomes are falsy, so side effects can follow `if optimizer.step():`."""
 
     COMMITTED = "committed"
     """All ranks contributed to the step, and every surviving rank has applied it or is about to.
@@ -37,7 +37,7 @@ class StepStatus(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Generation of a step, and this process's place in it."""
+    """The generation in which a step takes place, and this process's rank in it."""
 
     generation: int
     """Number of the agreed generation; 0 in a world of one without a coordinator."""
@@ -91,22 +91,21 @@ class LoaderSession(Protocol):
         failures.
 
         Blocks while a new generation forms. In a joiner, the first call reports readiness, waits
-        for a rank and receives the peers' state. The caller must therefore read its own cursor only
-        after the call returns. Raises `StopTraining` if the job is stopped or this member has
+        for a rank and receives the peers' state. The loader must therefore read its own cursor only
+        after the call has returned. Raises `StopTraining` if the job is stopped or this member has
         drained.
 
-        `assign` creates the step. Until then, further calls handle the same boundary again. Loaders
-        rely on this while they wait for leases, and when a joiner receives a cursor in a later
-        epoch. A joiner counts as a joiner until its first `assign`."""
+        `assign` creates the step. Until `assign` is called, further calls handle the same boundary
+        again. Loaders rely on this while they wait for leases, and if a joiner receives a cursor
+        that is in a later epoch. A joiner counts as a joiner until its first `assign`."""
         ...
 
     def enter_epochs(self, source: StepSource) -> int:
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
-        resume, and in a joiner, other loaders determine their current iteration from this loop's
-        position. Raises `StopTraining`, for example if early stopping ended this loop before a
-        resume.
-        """
+        resume, and in a joiner, the iteration counts of the other loaders are set to their values
+        at this position. Raises `StopTraining`, for example if early stopping ended this loop
+        before a resume."""
         ...
 
     def epochs_left(self, source: StepSource) -> None:
@@ -152,29 +151,30 @@ class LoaderSession(Protocol):
 
         Args:
             values: the same number of values on all ranks.
-            or_own: return `values` if ranks take independent steps.
+            or_own: if ranks take independent steps, return `values` instead of raising an error.
 
         Raises:
             ConfigurationError: under this strategy, ranks take independent steps, and `or_own` is
-                False."""
+                False.
+        """
         ...
 
     def offer_numbers(self, values: Sequence[float]) -> None:
-        """Offers numbers for a sum across all ranks at the end of a round (local_sgd). If the
+        """Offers numbers to be summed across all ranks at the end of a round (local_sgd). If the
         current step ends its round, the ranks' offers are summed elementwise, in float64, together
         with the averages, and `StepSource.committed` receives the sums. Otherwise, and under
         strategies without rounds, the offer has no effect. Must be called after `assign`, on all
-        ranks with the same number of values. Does not communicate."""
+        ranks, with the same number of values. Does not communicate."""
         ...
 
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
         """Notifies the session that micro-batch `index` is about to be handed out. The index counts
-        from 0 over the entire global batch. `key`: seed, epoch, step and micro-batch, which
-        determine its random numbers. `weigh`: computes the weights of parts of the micro-batch, for
-        strategies that split it; None: all samples have the same weight. In a step without
-        micro-batches, called once, with the rank as index."""
+        from 0 over the entire global batch. `key`: seed, epoch, step and micro-batch, from which
+        the global random generators are seeded. `weigh`: computes the weights of parts of the
+        micro-batch, for strategies that split it; None: all samples have the same weight. In a step
+        without micro-batches, called once, with the rank as index."""
         ...
 
     def end_micro_batch(self) -> None:
@@ -193,10 +193,10 @@ class LoaderSession(Protocol):
         ...
 
     def loop_left(self, source: StepSource) -> None:
-        """Notifies the session that the script has left an iteration, or has begun another one
-        inside it. If a batch was handed out and its step is unfinished, `optimizer.step()` may
-        still finish the step. Otherwise the script only looked at the batch, and the next
-        `begin_step` hands out the same samples again."""
+        """Notifies the session that the script has left an iteration over a loader, or has begun
+        another iteration inside it. If a batch was handed out and its step is unfinished,
+        `optimizer.step()` may still finish the step. Otherwise the script has only looked at the
+        batch, and the next `begin_step` hands out the same samples again."""
         ...
 
     def loop_ended(self) -> None:
@@ -205,14 +205,15 @@ class LoaderSession(Protocol):
         ...
 
     def passed_over(self, source: StepSource) -> None:
-        """Notifies the session that an iteration over a training loader has ended without a step:
-        the run has already taken all of its steps, or will not take any."""
+        """Notifies the session that an iteration over a training loader has ended without a step,
+        because the run has already taken all of the iteration's steps or will take no more steps.
+        """
         ...
 
     def end_epoch(self, source: StepSource) -> None:
         """Ends an epoch of a training loader, after its last step. Returns once every rank has
-        confirmed the last step. Otherwise, a rank could evaluate, save or exit while another rank
-        is still repeating that step."""
+        confirmed the last step. Without this wait, a rank could evaluate, save or exit while
+        another rank is still repeating that step."""
         ...
 
     def register_source(self, source: StepSource) -> None:
@@ -236,14 +237,20 @@ class LoaderSession(Protocol):
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches first come, first served (async_sgd), from the coordinator, or locally in
-        a world of one. `want`: number of batches. 0 if the script has left the loop: all leases are
-        then given back except the lease of batch `at_hand`, whose step `optimizer.step()` may still
-        finish (see `Leases.took_back_at_hand`)."""
+        a world of one.
+
+        Args:
+            finished: batches that this rank has trained on, to be acknowledged.
+            want: number of batches to lease. 0 if the script has left the loop: all leases are then
+                given back, except the lease of `at_hand`.
+            at_hand: batch whose step is unfinished; `optimizer.step()` may still finish it (see
+                `Leases.took_back_at_hand`).
+        """
         ...
 
     def wait_for_others(self, what: str | None) -> None:
-        """Records that this rank is now waiting for other ranks to do their part of `what`; None:
-        the wait has ended. If another rank hangs during the wait, the coordinator evicts that
+        """Records that this rank is now waiting until other ranks have done their part of `what`;
+        None: the wait has ended. If another rank hangs during the wait, the coordinator evicts that
         rank."""
         ...
 
@@ -283,7 +290,7 @@ class StepSource(Protocol):
     @property
     def next_epoch(self) -> int:
         """Epoch that the next iteration outside of `epochs()` will cover. All earlier epochs are
-        finished."""
+        finished or abandoned."""
         ...
 
     @property
@@ -327,7 +334,7 @@ class StepSource(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """True if the loop that has reached the step boundary has no further step."""
+        """True if the loop that has reached the current step boundary takes no further step."""
         ...
 
     @property
@@ -338,8 +345,9 @@ class StepSource(Protocol):
 
     def steps_until(self, epoch: int) -> int | None:
         """Returns the number of steps from the cursor to the start of `epoch`, or to `max_steps` of
-        its `epochs()`, assuming that no loop is left early. Leased steps are counted over all
-        ranks. Returns None if the number is unknown, as for a stream without `max_steps`."""
+        the enclosing `epochs()` if that comes first, assuming that no loop is left early. Leased
+        steps are counted over all ranks. Returns None if the number is unknown, as for a stream
+        without `max_steps`."""
         ...
 
     def count_from(self, epoch: int | None) -> None:
@@ -362,12 +370,13 @@ class StepSource(Protocol):
         summed: Sequence[float] | None = None,
     ) -> int:
         """Commits the step that was handed out last, in the generation of `placement`: advances the
-        cursor and writes the record. Returns how many of this rank's samples count. `known`: True
-        if another member had already pushed this leased batch. `pushed`, `summed`: see `Step`."""
+        cursor and, if the loader keeps a record of its steps, adds the step to it. Returns the
+        number of samples that this rank must count. `known`: True if another member had already
+        pushed this leased batch. `pushed`, `summed`: see `Step`."""
         ...
 
     def leaving(self) -> None:
-        """Acknowledges finished leased batches to the coordinator, because this process is about to
+        """Reports finished leased batches to the coordinator, because this process is about to
         leave the job."""
         ...
 

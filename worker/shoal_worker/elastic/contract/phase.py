@@ -6,15 +6,15 @@
         |-------------------begin----------------^  |--mend---- TORN     <--tear----- TRAINING
     any --leave--> LEFT
 
-Each transition lists the phases where it is allowed, including phases that it does not change; in
-any other phase, it raises InternalError. Between two transitions the following holds:
+Each transition lists the phases in which it is allowed, including phases that it does not change.
+In any other phase, it raises InternalError. Between two transitions, the following holds:
 
 1. A process in REPLAYING or LEFT does not send its state to peers or take part in their operations.
    In all other phases it has the job's state, which is complete except in TORN.
 2. A change to the state can begin only in TRAINING. A process in TORN stays there until an update
    of the state has completed, or until the state has been replaced. Stopping, leaving a loop, or
    failing to read a checkpoint does not end TORN.
-3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the other phases steps
+3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the other phases, steps
    continue. The reason never changes: a process that was asked to stop never trains again, and a
    process that has left never returns.
 4. A process without the job's state is never STOPPED. It leaves instead, because its script has no
@@ -141,10 +141,11 @@ class ScriptPhase:
         )
 
     def go_back(self) -> None:
-        """Records that the ranks returned to a checkpoint because their state was lost. If this
-        process's state was replaced (`replace`), its script is now ahead of the state. If the state
-        was not replaced, there was no checkpoint, and TORN does not change. ARRIVING and STOPPED do
-        not change either, because in these phases the script has no steps to repeat."""
+        """Records that the ranks returned to a checkpoint because their state was lost. If a
+        checkpoint's state replaced this process's state (`replace`), its script is now ahead of the
+        state. If there was no checkpoint, the state was not replaced, and TORN does not change.
+        ARRIVING and STOPPED do not change either, because in these phases the script has no steps
+        to repeat."""
         self._move(
             "go_back",
             {Phase.TRAINING: Phase.RETURNED},

@@ -6,8 +6,8 @@ computes the same `Reconciliation` from the same list. No I/O, no torch.
 
 A generation is established only when all its members have the same state and their scripts have
 received the same number of step outcomes. Until then, some scripts must advance. If a rank in doubt
-learns that its step counts, it must apply the step. If a rank has not begun a step that its peers
-have already aborted, it must begin and abort that step too. Every survivor's script therefore
+learns that its step is committed, it must apply the step. If a rank has not begun a step that its
+peers have already aborted, it must begin and abort that step too. Every survivor's script therefore
 receives the same outcomes in the same order, and makes the same decisions."""
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class Reconciliation:
     donors: tuple[int, ...]
     """Ranks that have the newest state and may send it, ascending."""
     committed: tuple[int, ...]
-    """Ranks in doubt about the step that led to `newest`. They must apply it, because it counts."""
+    """Ranks in doubt about the step that led to `newest`. They must apply it, because it is
+    committed."""
     behind: tuple[int, ...]
     """Ranks that must receive the newest state now: their state is older or missing, and applying
     their current step would not produce it."""
@@ -145,7 +146,7 @@ class Reconciliation:
 
     @property
     def state_lost(self) -> bool:
-        """True if a state existed, but no rank with the newest state may send it. The remaining
+        """True if a state existed, but no rank that has the newest state can send it. The remaining
         ranks must restore a checkpoint."""
         return self.newest is not None and not self.donors
 
@@ -196,9 +197,9 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
 def _lacking(
     statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
-    """Returns the ranks among `donors` that have finished fewer operations than rank `furthest`. If
-    `furthest` undoes its round, ranks that have already undone their round lack nothing; only ranks
-    that have not reached the same step yet need the results."""
+    """Returns the ranks among `donors` that need operation results, because they have finished
+    fewer operations than rank `furthest`. If `furthest` undoes its round, only ranks that have
+    received fewer step outcomes need the results."""
     if furthest is None:
         return ()
     most = statuses[furthest]
@@ -211,8 +212,8 @@ def _lacking(
 
 
 def _apart(holders: Mapping[int, RankStatus], operations: int) -> tuple[int, ...]:
-    """Returns the ranks that are in an operation although another rank with the same state has
-    begun the next step without this operation."""
+    """Returns the ranks that were in an operation when their group failed, although another rank
+    with the same state had begun the next step without this operation."""
     interrupted = {
         r: s.interrupted
         for r, s in holders.items()

@@ -87,8 +87,8 @@ class RowStore(Protocol):
         restored. Allowed only if `steady` is True. `captured`: the current state under that key."""
 
     def next_restoration(self) -> int:
-        """Returns a number for a new restoration, above the numbers of all earlier ones. Raises the
-        same errors as `fetch`."""
+        """Returns the number of the next restoration, which is higher than the numbers of all
+        earlier ones. Raises the same errors as `fetch`."""
 
     def put(
         self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event

@@ -3,12 +3,12 @@ sums.
 
 A step ends in the same way under every strategy. First, the gradients are summed. A rank that has
 everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. If a
-rank receives its sum, every rank has prepared the step, so the step counts, regardless of later
-failures. If the commit all-reduce fails on a prepared rank, that rank is in doubt until a peer in
-the next generation reports whether it received the result.
+rank receives its sum, every rank has prepared the step, so the step is committed, regardless of
+later failures. If the commit all-reduce fails on a prepared rank, that rank is in doubt until a
+peer in the next generation reports whether it received the result.
 
 The training thread owns a step. While it waits for a collective, the collective's callback may mark
-the step as failed, on a thread of the process group.
+the step as failed, from a thread of the process group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ScriptPosition(NamedTuple):
     loader: str
     """Name of the loader; empty for the user's own loop."""
     number: int
-    """Number of the loader, from 1 in order of creation."""
+    """Index of the loader, counted from 1 in order of creation."""
     epoch: int
     step: int
     """Step in the epoch."""
@@ -113,8 +113,8 @@ class CollectiveTrace:
         self._issued: list[str] = []
 
     def begin(self, *place: int) -> None:
-        """Begins the trace of a step at `place`. If a step at the same place was abandoned,
-        continues its trace."""
+        """Begins the trace of a step. `place`: generation and position of the step. If a step at
+        the same place was begun before and abandoned, continues its trace."""
         if place != self._place:
             self._place, self._issued = place, []
 
@@ -167,7 +167,7 @@ def _digest_word(digest: int) -> list[float]:
 
 
 class Requests(NamedTuple):
-    """Requests for the next step boundary that ranks have made in a step vote."""
+    """The ranks' requests for the next step boundary, taken from a summed step vote."""
 
     boundary: bool
     """True if a rank has requested a membership change."""
@@ -180,7 +180,7 @@ class Requests(NamedTuple):
 
 
 class Difference(enum.Enum):
-    """Kind of difference between ranks that a summed step vote can show."""
+    """Kind of difference between ranks, as shown by a summed step vote."""
 
     POSITION = "position"
     """The ranks are at different steps, or in steps of different models."""
@@ -203,7 +203,7 @@ class StepPhase(enum.Enum):
     every rank has."""
     COMMITTED = "committed"
     """This rank or a surviving peer received the result of the commit all-reduce: the step
-    counts."""
+    is committed."""
     ABORTED = "aborted"
     """No survivor received the result of the commit all-reduce: no rank applies the step."""
 
@@ -289,7 +289,7 @@ class Step:
 
     def check_complete(self) -> None:
         """Raises PreconditionError unless the script's inner loop has received all micro-batches of
-        this rank. A commit counts all of them as trained on, so none may be skipped."""
+        this rank. None may be skipped, because a commit records all of them as trained on."""
         due = self.share.micro_batches if self.share is not None else None
         if due is not None and self.taken < due:
             raise PreconditionError(
@@ -309,11 +309,13 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """Returns the numbers that this rank contributes to the step vote. These are, in order:
-        whether a membership change is requested, loss times weight, the weight (0 without a loss),
-        whether the job is known to be stopping, whether this rank has to leave, four digests (of
-        the optimizer settings, `writes`, `written_between` and `evaluated`), and the script's
-        position."""
+        """Returns the numbers that this rank contributes to the step vote, in this order:
+
+        - whether a membership change is requested
+        - loss times weight, and the weight (0 without a loss)
+        - whether the job is known to be stopping, and whether this rank has to leave
+        - four digests: of the optimizer settings, `writes`, `written_between` and `evaluated`
+        - the script's position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight

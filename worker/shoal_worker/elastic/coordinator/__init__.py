@@ -4,7 +4,7 @@
   job with a coordinator. `fixed`: its implementation for ranks of `shoal.launch` or MPI.
 - `link`: the stream to the coordinator. `outbox`: outgoing messages. `coordinator_messages`:
   conversion of messages from and to protobuf.
-- `progress`: figures in heartbeats and metrics. `stall_watch`: reports unreachable peers.
-  `script_lines`: finds the line of the script where a worker hangs. `hang_report`: collects stacks
-  that explain a stalled step.
+- `progress`: progress of this worker, for heartbeats and metrics. `stall_watch`: detects and
+  reports unreachable peers. `script_lines`: finds the line of the script where a worker hangs.
+  `hang_report`: collects stack traces that explain a stalled step.
 """

@@ -6,8 +6,8 @@ operations and checkpoints use the same code as in a job, with a single generati
 coordinator's other functions are not needed, because no rank fails alone and none can join later:
 the ranks are threads of one process, or MPI terminates all of them when one fails.
 
-Used only by the rank's thread, except `has_left`. If the ranks are threads, they take turns
-accessing the registry of trained modules."""
+Used only by the rank's thread, except `has_left`. The registry of trained modules needs no lock,
+because ranks that are threads take turns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_own(model: nn.Module) -> None:
 
 class FixedLink:
     """Implementation of `Notices` without a coordinator: there is only one generation, and no
-    notice arrives."""
+    notices arrive."""
 
     newest = 1
     refused = None
@@ -79,7 +79,7 @@ class FixedMembership:
     """Membership of one rank in a fixed world. Implements `Member`."""
 
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
-        """`seat`: the rank's place in the launch. `host`: machine of this rank; empty on all ranks
+        """`seat`: the rank's seat in the launch. `host`: machine of this rank; empty on all ranks
         if there is only one machine."""
         self._seat = seat
         self._backend_class = backend_class(seat.backend)
@@ -158,8 +158,8 @@ class FixedMembership:
         """Does nothing, because no rank is evicted."""
 
     def has_left(self, member_id: str) -> bool:
-        """Returns whether the launch has ended. Once a rank has failed, all ranks count as having
-        left."""
+        """Returns whether the launch has ended. All members count as having left once any rank has
+        failed."""
         return self._turns is not None and self._turns.over is not None
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
@@ -171,8 +171,8 @@ class FixedMembership:
         return ()
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group. The other ranks fail only if they run a collective that needs this
-        rank."""
+        """Leaves the group without informing the other ranks. They fail only if they run a
+        collective that needs this rank."""
         group, self.group = self.group, None
         if group is not None:
             group.leave()

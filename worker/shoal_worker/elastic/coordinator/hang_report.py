@@ -48,8 +48,8 @@ _MULTIPROCESSING: Final = "/multiprocessing/"
 
 
 class HangReport:
-    """Latest stacks of this process. Each time they have been read, they are due to be sent with a
-    heartbeat."""
+    """The latest stack traces of this process. Whenever new ones have been read, they become due:
+    the next heartbeat must contain them."""
 
     def __init__(self, progress: ProgressMeter) -> None:
         self._progress = progress
@@ -59,8 +59,8 @@ class HangReport:
         reading."""
 
     def look(self) -> None:
-        """Reads the stacks if this process makes no progress and they have not been read recently.
-        Called once a second."""
+        """Reads the stacks if this process makes no progress and its stacks have not been read
+        recently. Called once a second."""
         progress = self._progress
         sequence, now = progress.sequence, time.monotonic()
         if progress.still_s < LOCATE_AFTER_S:
@@ -79,8 +79,8 @@ class HangReport:
         self._due = _joined(parts)
 
     def take(self) -> str:
-        """Returns the stacks if they are due, otherwise an empty string. Afterwards they are no
-        longer due. Called on gRPC's thread."""
+        """Returns the stack traces if they are due, otherwise an empty string. Afterwards they are
+        no longer due. Called on gRPC's thread."""
         due, self._due = self._due, ""
         return due
 
@@ -96,7 +96,7 @@ class HangReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """Stacks of another member, on this machine, whose heartbeats have stopped."""
+    """Stack traces of another member on this machine, whose heartbeats have stopped."""
 
     member_id: str
     script_line: str
@@ -159,7 +159,7 @@ def _look_at(pid: int, until: float) -> _Seen:
 
 
 def _since_fork(calls: Sequence[Call]) -> Sequence[Call]:
-    """Returns the calls without those that the process inherited from its parent, if
+    """Returns `calls` without the calls that the process inherited from its parent, if
     multiprocessing has forked it."""
     begins = itertools.takewhile(
         lambda call: not (call.function == "_bootstrap" and _MULTIPROCESSING in call.file), calls

@@ -258,11 +258,10 @@ class CoordinatorLink:
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
     ) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation that interrupts
-        `generation` is already known. A newer generation that members enter only at their next step
-        boundary does not suffice, because this rank cannot reach that boundary. `suspects`:
-        unreachable ranks.
-        """
+        """Reports a failed collective of `generation`. Does nothing if this member already knows a
+        newer generation that makes members of `generation` leave it immediately. A newer generation
+        that members enter only at their next step boundary does not suffice, because this rank
+        cannot reach that boundary. `suspects`: unreachable ranks."""
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
                 self._outbox.failure = failure_message(
@@ -285,8 +284,8 @@ class CoordinatorLink:
             self._changed.notify_all()
 
     def reports(self, progress: Callable[[], Progress]) -> None:
-        """Sets the function that returns this worker's progress for each heartbeat. The function is
-        called on gRPC's thread."""
+        """Sets the function that returns this worker's progress. It is called for each heartbeat,
+        on gRPC's thread."""
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
@@ -314,16 +313,14 @@ class CoordinatorLink:
         self._outbox.observed = tuple(neighbours)
 
     def reaches(self, reached: bool) -> None:
-        """Records whether this member can again reach the member `apart_from`. Heartbeats report
-        it.
-        """
+        """Records whether this member can reach the member `apart_from` again. Heartbeats report
+        it."""
         self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
-        """Id of the member that this member could not reach, so that the coordinator keeps the two
-        separated; empty if there is none.
-        """
+        """Id of another member that this member could not reach. The coordinator therefore keeps
+        the two in different generations. Empty if there is none."""
         return self._apart_from
 
     @property
@@ -363,13 +360,14 @@ class CoordinatorLink:
 
     @property
     def refused(self) -> ShoalError | None:
-        """Reason why the coordinator no longer accepts this process as a member, which must then
-        stop training; None if it is still a member."""
+        """Error that explains why the coordinator no longer accepts this process as a member; None
+        if it is still a member. If there is an error, the process must stop training."""
         return self._fatal
 
     @property
     def evicted(self) -> ShoalError | None:
-        """Reason why this process was evicted from its job; None if it was not evicted."""
+        """Error that explains why this process was evicted from its job; None if it was not
+        evicted."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
@@ -380,8 +378,8 @@ class CoordinatorLink:
 
     @property
     def excluded(self) -> bool:
-        """True if the coordinator forms a generation without this member, which must therefore
-        leave."""
+        """True if the coordinator forms a generation without this member. In that case, this member
+        must leave."""
         return self._drain_ordered
 
     @property
@@ -569,10 +567,10 @@ class CoordinatorLink:
         )
 
     def _drains_now(self, mid_step: bool) -> bool:
-        """Returns whether to leave at this step boundary because the coordinator ordered the drain.
-        By contrast, a process that must leave because of SIGTERM first enters the generation that
-        its peers are waiting for. If they have received the signal too, all of them leave together.
-        """
+        """Returns whether to leave at this step boundary because the coordinator has ordered this
+        member to drain. By contrast, a process that must leave because of SIGTERM first enters the
+        generation that its peers are waiting for. If they have received the signal too, all of them
+        leave together."""
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:

@@ -33,7 +33,8 @@ class LeaveReason(enum.Enum):
 
 
 class Notices(Protocol):
-    """Notices about this rank's membership, and reports from this rank."""
+    """Notices about this rank's membership, and methods with which the rank reports to the
+    coordinator."""
 
     @property
     def newest(self) -> int:
@@ -47,7 +48,7 @@ class Notices(Protocol):
 
     @property
     def refused(self) -> ShoalError | None:
-        """Reason why this rank must stop training; None if it may continue."""
+        """Error that explains why this rank must stop training; None if it may continue."""
         ...
 
     @property
@@ -63,8 +64,8 @@ class Notices(Protocol):
 
     @property
     def excluded(self) -> bool:
-        """True if the coordinator forms a generation without this member, which must therefore
-        leave."""
+        """True if the coordinator forms a generation without this member. In that case, this member
+        must leave."""
         ...
 
     @property
@@ -116,7 +117,8 @@ class Member(Protocol):
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
         """Waits for a generation that this rank has not entered yet, and returns it without
-        connecting to its ranks. `timeout`: None: the timeout for forming a generation."""
+        connecting to its ranks. `timeout`: maximum time to wait; None: the timeout for forming a
+        generation."""
         ...
 
     def form(self) -> Group:
@@ -133,7 +135,7 @@ class Member(Protocol):
         exit and be replaced.
 
         Raises:
-            PreconditionError: MEMBER_BEHIND, always.
+            PreconditionError (MEMBER_BEHIND): always.
         """
         ...
 
@@ -148,8 +150,8 @@ class Member(Protocol):
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """Returns whether all members of `generation` that still belong to the run are known to
-        have committed `step`, not counting the ranks `apart_from`. This rank must have committed
-        the step; the call reports that to the coordinator immediately."""
+        have committed `step`, ignoring the ranks in `apart_from`. This rank itself must have
+        committed the step; the call reports that to the coordinator immediately."""
         ...
 
     def last_departures(self) -> Sequence[str]:
@@ -170,8 +172,13 @@ class Member(Protocol):
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Leaves the job or launch. `alone`: True if the other members continue. `steps`: number of
-        steps that this process has committed. `held`: digests of this rank's state, for comparison
-        with other ranks. Returns a description of the difference between states; empty if there is
-        none, or if no other rank has reported the same step yet."""
+        """Leaves the job or launch. Returns a description of how this rank's state differs from the
+        state of another rank; empty if it does not differ, or if no other rank has reported the
+        same step yet.
+
+        Args:
+            alone: True if the other members continue.
+            steps: number of steps that this process has committed.
+            held: digests of this rank's state, for comparison with other ranks.
+        """
         ...

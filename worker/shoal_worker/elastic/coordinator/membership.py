@@ -2,8 +2,9 @@
 generation, and releases groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation. This aborts the training thread's collectives in a generation that has ended, and its
-attempt to form a superseded generation. `_lock` guards `_group` and `_forming`.
+generation. `_interrupt` aborts the training thread's collectives in a generation that has ended,
+and its attempt to form a generation that has been superseded. `_lock` guards `_group` and
+`_forming`.
 """
 
 from __future__ import annotations
@@ -260,12 +261,12 @@ class Membership:
         )
 
     def form(self) -> Group:
-        """Leaves the current group, waits for a newer generation and connects it.
+        """Leaves the current group, waits for a newer generation and connects it. Also raises the
+        errors of `CoordinatorLink.wait_generation`.
 
         Raises:
             MembershipChanged: the generation did not form. The caller must report this with
-                `failed`, and call `form` again. StopTraining, DeadlineError, ShoalError: as in
-                `CoordinatorLink.wait_generation`.
+                `failed`, and call `form` again.
         """
         group = self._group
         if group is not None and group.broken is None:
@@ -316,9 +317,9 @@ class Membership:
         return backend
 
     def failed(self, error: BaseException) -> None:
-        """Reports to the coordinator that a collective of the current generation failed, or that
-        the generation did not form, unless a newer generation shows that the coordinator already
-        knows.
+        """Reports to the coordinator that a collective of the current generation has failed, or
+        that the generation did not form. Does nothing if a newer generation shows that the
+        coordinator already knows.
 
         After a timeout, a failure to form or a long stall, first determines which peers are
         unreachable, which takes at most a second.
@@ -358,9 +359,9 @@ class Membership:
         evicted since `generation`. Thread-safe.
 
         Returns normally if the coordinator cannot be reached, because a coordinator that is down
-        does not evict members. If only this process cannot reach the coordinator, this process may
+        does not evict members. If only this process cannot reach the coordinator, however, it may
         have been evicted. The state that it then publishes was committed while it was still a
-        member, but is not the job's newest state.
+        member, but may be older than the job's newest state.
 
         Raises:
             StaleGenerationError: this member no longer belongs to the job.

@@ -1,7 +1,7 @@
 """Progress of this worker, for heartbeats and metrics.
 
 Written by the training thread, and read by the coordinator link's thread. A lock guards the fields
-that a commit changes together. All other fields are independent of each other.
+that change together when a step is committed. All other fields are independent of each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCATE_AFTER_S = 5.0
 """Time without progress, in seconds, after which heartbeats contain the current line of the
 script."""
 _CPU_OF_CHILDREN_S = 5.0
-"""Interval in seconds between measurements of the child processes' processor time. It is long
+"""Interval in seconds between measurements of the child processes' CPU time. It is long
 because every process must be inspected."""
 
 
@@ -77,7 +77,7 @@ class Progress:
     busy_time_s: float = 0.0
     """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
-    """Processor time in seconds used by the process and its children."""
+    """CPU time in seconds used by the process and its children."""
     server_wait_s: float = 0.0
     """Duration of this worker's current wait for a parameter server, in seconds; 0 if it is not
     waiting."""
@@ -180,9 +180,9 @@ class ProgressMeter:
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
 
     def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
-        """Registers callbacks. `begun`: called when a step begins. `committed`: called with the
-        number of committed steps after each commit; the step's mean loss is recorded only after
-        that call."""
+        """Registers callbacks. `begun`: called when a step begins. `committed`: called after each
+        commit, with the number of committed steps. The step's mean loss is not recorded until that
+        call has returned."""
         self._followers.append((begun, committed))
 
     def begun(self) -> None:
@@ -196,8 +196,8 @@ class ProgressMeter:
         self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
-        """Records that the training thread has reached a step boundary, a step or an operation, and
-        is therefore not stuck."""
+        """Records that the training thread has reached a step boundary, or has entered a step or an
+        operation, and is therefore not stuck."""
         self._sequence += 1
         self._moved_at = self._clock()
         if self._thread != threading.get_ident():
@@ -242,7 +242,8 @@ class ProgressMeter:
             self.loss.report(loss)
 
     def pushing(self, batch: int) -> None:
-        """Records that the push of a batch begins. `batch`: key of the batch; 0 if it has none."""
+        """Records that the push of a batch to the servers begins. `batch`: key of the batch; 0 if
+        it has none."""
         self._pushing, self._pushes_again = batch, batch in self._begun_pushes
         if batch:
             self._begun_pushes.add(batch)
@@ -250,14 +251,15 @@ class ProgressMeter:
             self.tally_writer.pushing(batch)
 
     def round_pushed(self) -> None:
-        """Records that the inner steps since the last push have been pushed, between two steps."""
+        """Records that the inner steps since the last push have now been pushed, by a push between
+        two steps."""
         self._unpushed = (0, 0)
         if self.tally_writer is not None and self._counts is not None:
             self._counts = self._counts._replace(unpushed_steps=0, unpushed_samples=0)
             self.tally_writer.recount(self._counts)
 
     def round_undone(self) -> None:
-        """Records that the inner steps since the last push were undone."""
+        """Records that the inner steps since the last push have been undone."""
         self._known = self._known[0] + self._unpushed[0], self._known[1] + self._unpushed[1]
         self._unpushed = (0, 0)
 
@@ -272,10 +274,16 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the last committed step to `tally_writer`, which must be set. `steps`, `samples`:
-        totals of the run. `step_samples`: samples of this step. `generation`: the rank's current
-        generation. `known`: True if the servers already had the step's batch, or the batches of its
-        round. `pushed`: False for an inner step of an unfinished round."""
+        """Writes the last committed step to `tally_writer`, which must be set.
+
+        Args:
+            steps: number of steps of the run so far.
+            samples: number of samples of the run so far.
+            step_samples: number of samples in this step.
+            generation: the rank's current generation.
+            known: True if the servers already had the step's batch, or the batches of its round.
+            pushed: False for an inner step of an unfinished round.
+        """
         writer = self.tally_writer
         assert writer is not None
         round_steps, round_samples = self._unpushed[0] + 1, self._unpushed[1] + step_samples
@@ -312,8 +320,8 @@ class ProgressMeter:
         writer.committed(self._counts, generation=generation, steps=steps)
 
     def _count_loss(self) -> float:
-        """Adds the newest loss to the counted losses, unless it is already counted or not finite.
-        Returns it."""
+        """Returns the newest loss. Adds it to the counted losses unless it is already counted or
+        not finite."""
         (count, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
         if count != last and math.isfinite(loss):
             losses, loss_sum = losses + 1, loss_sum + loss
@@ -434,8 +442,8 @@ class ProgressMeter:
 
 
 class ProcessorTime:
-    """Processor time of this process and its children, such as data workers. A hung process uses
-    none."""
+    """CPU time of this process and its children, such as data workers. The CPU time of a hung
+    process does not increase."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -443,8 +451,8 @@ class ProcessorTime:
         self._looked_at: float | None = None
 
     def seconds(self) -> float:
-        """Returns the processor time in seconds. Never decreases: children that end keep their last
-        measured value."""
+        """Returns the CPU time in seconds. Never decreases: children that have ended keep their
+        last measured value."""
         if self._looked_at is None or self._clock() > self._looked_at + _CPU_OF_CHILDREN_S:
             self._looked_at = self._clock()
             self._children_s = max(self._children_s, children_cpu_s())

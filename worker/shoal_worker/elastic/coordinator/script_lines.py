@@ -1,8 +1,8 @@
 """Finds the line of the script that a thread is executing, and what that line is waiting for, so
-that reports of a stalled step can name the cause. Also shortens stacks for people.
+that reports of a stalled step can name the cause. Also shortens stack traces for people.
 
-A script may hang in a file system. These functions therefore read only /proc; `remember_source`
-loads the main script's lines in advance."""
+A script may hang while accessing a file system. These functions therefore read only /proc.
+`remember_source` loads the main script's lines in advance."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def parse_calls(stack: str) -> list[Call]:
 
 def script_line(calls: Sequence[Call], waits_for: str = "") -> str:
     """Returns the innermost line of the script on a stack, for example "train.py:41 in load (batch
-    = queue.get()), waiting for a queue"; empty if there is none. Never blocks. `calls`: innermost
-    first. `waits_for`: what the line is waiting for, if that is known from elsewhere; otherwise
-    empty."""
+    = queue.get()), waiting for a queue"; empty if there is none. Never blocks. `calls`: calls on
+    the stack, innermost first. `waits_for`: what the line is waiting for, if the caller already
+    knows it; otherwise empty."""
     foreign = libraries()
     inside = list(itertools.takewhile(lambda call: call.file.startswith(foreign), calls))
     if len(inside) == len(calls):

@@ -172,8 +172,7 @@ class StallWatch:
                 self._lines.say(f"peers in {what}", self._why)
 
     def _look_at_neighbours(self) -> None:
-        """Reads the stacks of those members on this machine whose stacks the coordinator has
-        requested."""
+        """Reads the stacks of members on this machine, if the coordinator has requested them."""
         if silent := self._link.silent_neighbours():
             found = [neighbour_stacks(member_id, pid) for member_id, pid in silent]
             self._link.observed([each for each in found if each is not None])
@@ -188,8 +187,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Probes whether this member can again reach the member that the coordinator keeps it
-        separated from (`apart_from`). Requires two successful probes in a row."""
+        """Probes whether this member can again reach `apart_from`, the member from which the
+        coordinator keeps it separated. Requires two successful probes in a row."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {
@@ -249,8 +248,8 @@ class BusyLinks:
         self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
 
     def look(self, generation: Generation, traffic: Mapping[str, Traffic]) -> None:
-        """Updates `busiest` from the group's traffic. May be called often: it compares traffic only
-        every few seconds."""
+        """Updates `busiest` from the group's traffic. May be called often, but compares the traffic
+        only every few seconds."""
         now = self._clock()
         passed_s = now - self._looked_at
         number, before = self._before
@@ -272,8 +271,8 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Returns the ranks whose host has this address. Considers only the probed ranks if the peers
-    of other ranks are unknown."""
+    """Returns the ranks whose donor address has the host `address`. If this member does not know
+    all peers, considers only the ranks that it probes (`neighbours`)."""
     try:
         peers = generation.known or generation.peers_of(
             neighbours(generation.rank, generation.world_size)
@@ -288,9 +287,9 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Returns the donor addresses to probe after a group has failed, by rank: of all other ranks
-    or, in a large world, only of this rank's neighbors. Raises MembershipChanged or
-    UnavailableError."""
+    """Returns the donor addresses to probe after a group has failed, by rank. These are the
+    addresses of all other ranks or, in a large world, only of this rank's neighbors. Raises
+    MembershipChanged or UnavailableError."""
     large = generation.world_size > MOST_SENT_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))

@@ -1,10 +1,10 @@
-"""Errors for ranks whose scripts have diverged (RANKS_DIVERGED), with each rank's position or a
-description of the difference.
+"""Errors for ranks whose scripts have diverged (RANKS_DIVERGED). The errors contain each rank's
+position or a description of the difference.
 
-A step vote only shows that ranks have diverged (`step.py`), at the same time on all ranks. They
-then exchange the details here. Used by the training thread.
+A step vote shows, on all ranks at the same time, that the ranks have diverged (`step.py`), but not
+how. They then exchange the details here. Used by the training thread.
 
-`replicas_compared.py` detects diverging values of parameters and other state.
+`replicas_compared.py` detects parameters and other state whose values have diverged.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def steps_apart(
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
     """Returns the error for two ranks that are waiting for each other in different collectives.
-    Each argument describes one of them, with the entries `rank` and `what` (the collective that it
-    is waiting in)."""
+    `one`, `other`: description of each rank, with the entries `rank` and `what` (the collective in
+    which it is waiting)."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
@@ -81,8 +81,8 @@ def traces_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
     """Returns the error for two ranks that are waiting for each other in different collectives of
-    step number `step`. The first two arguments describe the ranks, with the entry `rank`. `what`:
-    what each of the two ranks is doing."""
+    step number `step`. `one`, `other`: description of each rank, with the entry `rank`. `what`: the
+    actions of the two ranks."""
     (first, does), (second, does_) = sorted(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
@@ -96,8 +96,8 @@ def traces_apart(
 
 
 def operations_apart(who: str) -> PreconditionError:
-    """Returns the error for ranks that do different things between two steps. `who`: text with the
-    ranks and their operations."""
+    """Returns the error for ranks that do different things between two steps. `who`: text that
+    names the ranks and their operations."""
     return PreconditionError(
         f"ranks diverged ({who}); every rank must call evaluate, save_checkpoint and "
         "should_early_stop, and iterate over the loader, in the same order. "
@@ -108,7 +108,8 @@ def operations_apart(who: str) -> PreconditionError:
 
 def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """Returns the error for ranks whose scripts are at different positions when joiners are
-    admitted. `places`: for each rank, the loader, the loader's number, the epoch and the step."""
+    admitted. `places`: for each rank, the loader's name, the loader's index in the script, the
+    epoch and the step."""
     return PreconditionError(
         "ranks diverged: their scripts are at different positions (loader, its number in the "
         f"script, epoch, step): {list(places)}; every rank must iterate over the same loaders in "

@@ -3,9 +3,9 @@
 Every failure of a collective is raised as `MembershipChanged`, because a group is discarded at the
 first failure. A world of one has no process group, and its collectives return their inputs.
 
-Strategies that split a model along several axes use parts of the group (`subgroup`), which are
-groups too. A group and its parts are aborted together, so that no rank waits in one of them for a
-rank that has left another.
+Strategies that split a model along several axes use subsets of the ranks as groups of their own,
+called parts (`subgroup`). A group and its parts are aborted together, so that no rank waits in one
+of them for a rank that has left another.
 
 The training thread issues the collectives. `abort` may be called from any thread, and releases a
 training thread that is waiting in a collective.
@@ -75,12 +75,13 @@ class GroupConfiguration:
 def number_of_part(
     members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
 ) -> int | None:
-    """Returns the index in `division` of the part that consists of these members. Returns None if
-    the division does not contain every rank exactly once.
+    """Returns the index in `division` of the part that consists of the ranks `members`. Returns
+    None if the division does not contain every rank exactly once.
 
     Raises:
         ConfigurationError: the division has no part with these members, or its parts differ in
-            size."""
+            size.
+    """
     parts = [list(part) for part in division]
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
         return None
@@ -112,7 +113,8 @@ class Group:
         parent: Group | None = None,
     ) -> None:
         """`backend`: initialized backend; None in a world of one. The group takes ownership of
-        `backend` and `store`. `configuration`: settings for connecting parts of the group."""
+        `backend` and `store`. `configuration`: settings for connecting parts of the group.
+        `parent`: group of which this group is a part."""
         self.generation = generation
         self.rank = generation.rank
         """Rank of this member in the group."""
@@ -178,7 +180,7 @@ class Group:
 
         Must be called on all of these ranks. A rank that belongs to several parts must connect them
         in the same order as its peers. If a rank has failed elsewhere, `abort` releases the ranks
-        that are waiting for it here. Ranks within the part count from 0, and the part's
+        that are waiting for it here. Ranks within the part are numbered from 0, and the part's
         `generation.peers` contains only its ranks. Aborting or closing this group also aborts the
         part. A failure in the part aborts this group and all its parts, on all ranks.
 
@@ -194,7 +196,8 @@ class Group:
 
         Raises:
             ConfigurationError: `ranks` contains ranks outside of this group, or duplicates.
-            MembershipChanged: a rank did not arrive, or the group has ended."""
+            MembershipChanged: a rank did not arrive, or the group has ended.
+        """
         members = list(ranks)
         if (
             not members
@@ -380,11 +383,12 @@ class Group:
             work.wait()
 
     def order(self, work: dist.Work) -> None:
-        """Makes later computation of the calling thread run after a started collective; on a GPU,
-        without blocking the host. See `CommunicationBackend.order`.
+        """Makes computation that the calling thread queues later run after a collective that has
+        been started; on a GPU, without blocking the host. See `CommunicationBackend.order`.
 
         Raises:
-            MembershipChanged: the collective failed."""
+            MembershipChanged: the collective failed.
+        """
         with self._failures("a collective"), self.waiting:
             self._live_backend.order(work)
 
@@ -392,12 +396,14 @@ class Group:
         """Waits until all collectives passed to `order` have succeeded, in this group, its parts
         and its parent.
 
-        Every sum on the host, including the commit all-reduce, first calls this method. Therefore,
-        no rank reports a step as prepared before the step's collectives have succeeded.
+        All methods that sum values on the host, including the commit all-reduce, call this method
+        first. Therefore, no rank reports a step as prepared before the step's collectives have
+        succeeded.
 
         Raises:
-            MembershipChanged: a collective has failed, or a group has ended. No operation of the
-                group writes to memory any more."""
+            MembershipChanged: a collective has failed, or a group has ended. When this error is
+                raised, no operation of the group writes to memory any more.
+        """
         whole = self
         while whole._parent is not None:
             whole = whole._parent
@@ -414,10 +420,11 @@ class Group:
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
         """Yields the backend, for callers that issue collectives, or wait for them, directly. Must
-        not be used in a world of one.
+        not be used in a world of one. `what`: name of the collectives, for error messages.
 
         Raises:
-            MembershipChanged: the group has ended, or a collective within the block has failed."""
+            MembershipChanged: the group has ended, or a collective within the block has failed.
+        """
         with self._failures(what), self.waiting:
             backend = self._live_backend
             try:
@@ -431,10 +438,10 @@ class Group:
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def rendezvous(self) -> None:
-        """Waits until all ranks have called this method. Steps use different collectives, so if
-        some ranks are in a step and others are here, they merely wait for each other. If steps used
-        the same kind of collective, ranks would receive each other's messages, and Gloo terminates
-        the processes if message sizes differ."""
+        """Waits until all ranks have called this method. Uses a collective that steps do not use,
+        so if some ranks are in a step and others are here, they merely wait for each other. If
+        steps used the same kind of collective, ranks would receive each other's messages, and Gloo
+        would terminate the processes if the message sizes differed."""
         if self.world_size == 1:
             self._check()
             return
@@ -578,8 +585,8 @@ class Group:
         return _Failures(self, what)
 
     def _over(self, what: str, error: Exception) -> ShoalError:
-        """Aborts the group because of `error` in a collective, and returns the exception to
-        raise."""
+        """Aborts the group because of `error` in a collective, and returns the exception to raise.
+        `what`: name of the collective."""
         reason = self.broken or f"{what} failed: {cause_of(error)}"
         # closes the sockets, so that peers waiting in the same collective are released too
         self.abort(reason)

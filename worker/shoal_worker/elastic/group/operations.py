@@ -72,7 +72,7 @@ class Operations:
         return False, None
 
     def keep(self, result: Any) -> None:
-        """Stores the result of the operation that was just completed."""
+        """Stores the result of the operation that has just been completed."""
         self._results.append(result)
         self._position += 1
 
@@ -92,8 +92,8 @@ class Operations:
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Stores results of operations that follow the step in progress. They come from a rank that
-        has already committed the step."""
+        """Stores results of operations that follow the step in progress. They were received from a
+        rank that has already committed the step."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
@@ -105,8 +105,8 @@ class Operations:
 
 
 class GroupChannel:
-    """Channel between the ranks of a group, without its learners. Learners take part in the
-    exchanges but do not send data.
+    """Channel between the members of a group, that is, all its ranks except learners. Learners take
+    part in the exchanges, but do not contribute data.
 
     Each message contains the kind of its operation. Ranks whose scripts have diverged therefore
     receive an error instead of each other's data.
@@ -143,8 +143,8 @@ class GroupChannel:
 
 
 def follow_as_learner(group: Group, learners: tuple[int, ...], boundary: str) -> None:
-    """Takes part in the members' exchanges, as a learner that sends no data, until all members are
-    at the step boundary. `boundary`: kind of the exchange that marks the step boundary.
+    """Takes part in the members' exchanges as a learner, which contributes no data, until all
+    members are at the step boundary. `boundary`: kind of the exchange that marks the step boundary.
 
     Raises:
         MembershipChanged: the group has ended.

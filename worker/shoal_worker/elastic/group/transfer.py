@@ -4,14 +4,14 @@ complete state before using any of it.
 Uses plain sockets, because sending the same bytes over gRPC or Gloo takes about twice as long on
 one host, and survivors wait for the transfer.
 
-A donor's `StateDonor` listens on a separate thread from the start of the session. It serves
-requests only while an offer is open. The training thread opens an offer, waits in a barrier until
-the receivers have what they need, and closes the offer, which closes the remaining connections. The
-tensors are therefore not modified while they are read, and a hung receiver delays no other rank. A
-receiver requests a different part of the bytes from each donor, from all donors in parallel. A
-request contains the generation's nonce, so peers of a different generation and unrelated clients
-are refused. Each block has a deadline, but the transfer as a whole, which may be large, has none:
-it continues as long as it makes progress.
+A donor is a rank that sends its state. Its `StateDonor` listens on a separate thread from the start
+of the session. It serves requests only while an offer is open. The training thread opens an offer,
+waits in a barrier until the receivers have what they need, and closes the offer, which closes the
+remaining connections. The tensors are therefore not modified while they are read, and a hung
+receiver delays no other rank. A receiver requests a different part of the bytes from each donor,
+from all donors in parallel. A request contains the generation's nonce, so peers of a different
+generation and unrelated clients are refused. Each block has a deadline. The whole transfer, which
+may be large, has none: it continues as long as it makes progress.
 
 The transfer uses TLS if the RPCs use it. The donor's key is derived from the secret that the
 coordinator has sent to its peers (shoal_common.security.certificates), and the nonce is sent
@@ -96,8 +96,8 @@ class StateDonor:
     """Server that sends this member's state to peers."""
 
     def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
-        """Binds to `host` on a port chosen by the system. `announced`: host for peers, if
-        different. `secure`: True to require TLS from clients."""
+        """Binds to `host` on a port chosen by the system. `announced`: host that peers connect to,
+        if it is not `host`. `secure`: True to require TLS from clients."""
         self.key = secrets.token_hex(16)
         """Secret shared with members of the job: the nonce of offers outside of a generation, and
         this donor's key for TLS."""
@@ -116,7 +116,7 @@ class StateDonor:
 
     @property
     def address(self) -> str:
-        """host:port for peers."""
+        """host:port that peers connect to."""
         return str(Address(self._host, self._listener.getsockname()[1]))
 
     @property
@@ -125,17 +125,18 @@ class StateDonor:
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """Lets only requests with this `nonce` wait for an offer from now on. All others are
-        refused unless their offer is open. Before the first call, any request may wait."""
+        """From now on, lets only requests with this `nonce` wait for an offer. All others are
+        refused unless their offer is already open. Before the first call, any request may wait."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str, without: Collection[str] = ()) -> Iterator[None]:
-        """Within the block, offers `state` to peers that send `nonce`. The caller must not change
-        the state's tensors in the block. Transfers that are incomplete at its end are cut off.
-        `without`: names of tensors that are not sent because the peers already have them."""
+        """Offers `state`, within the block, to peers that send `nonce`. The caller must not change
+        the state's tensors in the block. Transfers that are still incomplete at the end of the
+        block are cut off. `without`: names of tensors that are not sent because the peers already
+        have them."""
         structure, tensors = flatten(state)
         resolved = {
             name: t.resolve_conj().resolve_neg().contiguous()
@@ -232,11 +233,13 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
-        """Yields the offer of `nonce` and registers `connection` with it within the block. If the
-        offer is expected, waits for it, because a receiver may be faster than the donor.
+        """Yields the offer that was opened under `nonce`, and registers `connection` with it within
+        the block. If there is no such offer yet but it is expected, waits for it, because a
+        receiver may be faster than the donor.
 
         Raises:
-            _Refused: there is no offer of `nonce`, and there will be none."""
+            _Refused: there is no offer under `nonce`, and there will be none.
+        """
 
         def decided() -> bool:
             unexpected = self._expected is not None and not hmac.compare_digest(
@@ -583,12 +586,13 @@ class StateExchange:
         until: Callable[[], object],
         without: Collection[str] = (),
     ) -> None:
-        """Offers the state `captured` to the group's ranks while `until` runs, a function that
-        waits for the receivers. `without`: names of tensors that are not sent because the receivers
-        already have them.
+        """Offers the state `captured` to the group's ranks while `until` runs. `until`: function
+        that waits for the receivers. `without`: names of tensors that are not sent because the
+        receivers already have them.
 
         Raises:
-            MembershipChanged: the group has ended."""
+            MembershipChanged: the group has ended.
+        """
         with self._donor.offering(captured, group.generation.nonce, without):
             until()
 

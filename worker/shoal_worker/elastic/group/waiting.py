@@ -2,8 +2,9 @@
 other ranks through the store.
 
 At a given position of the run, after a step or an operation, all ranks whose scripts agree wait for
-the same thing: the next step, or the next operation. The exception is an operation in the middle of
-a step, after collectives of that step; it is therefore not compared."""
+the same thing: the next step, or the next operation. There is one exception: an operation in the
+middle of a step may follow collectives of that step. Such an operation is therefore not compared
+with other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _NONE: Final = "-"
 
 
 class Where(NamedTuple):
-    """Position of a script that is waiting for its peers, and the kind of the wait."""
+    """Position of a script that is waiting for its peers, and what it is waiting for."""
 
     at: At
     operation: str | None
@@ -83,16 +84,16 @@ class Waiting:
         self.now = None
 
     def note(self, at: At, text: str, among: str = "") -> str:
-        """Stores `text` for a position and returns it. If another rank has already stored a text
-        for that position, returns that text instead. `among`: name of the set of ranks that compare
-        the text; empty: all ranks. Raises StoreError, ShoalError."""
+        """Publishes `text` as this rank's note for a position, and returns it. If another rank has
+        already published a note for that position, returns that note instead. `among`: name of the
+        set of ranks that compare their notes; empty: all ranks. Raises StoreError, ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
-        """Stores the error message `verdict`, which ranks raise when they read it after the group
-        has been aborted."""
+        """Stores the error message `verdict`. After the group has been aborted, the ranks read the
+        message and raise it as an error."""
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -102,7 +103,7 @@ class Waiting:
     @property
     def verdict(self) -> str | None:
         """Error message stored by the rank that aborted the group because scripts have diverged;
-        None if there is none. Queries the store once."""
+        None if there is none. Queries the store only once."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
             with contextlib.suppress(ShoalError, RuntimeError):

@@ -8,8 +8,8 @@
   other ranks wait for the next one. The scripts of all members of an established generation have
   therefore received the same outcomes.
 - Only two kinds of ranks receive state from peers: joiners, and ranks that have not loaded a
-  checkpoint that their peers have loaded. If a rank in doubt about a step learns that the step
-  counts, it applies the step itself.
+  checkpoint that their peers have loaded. If a rank in doubt about a step learns that the step is
+  committed, it applies the step itself.
 - A rank may be cut off while its peers take steps without it. When it meets its peers again, it
   leaves, and its process exits and is replaced, because its script is in an operation or a step
   that the peers have already finished.
@@ -128,8 +128,8 @@ class Formation:
 
     @property
     def working(self) -> Group | None:
-        """Ranks of the group that take steps and run operations together: all except spares. While
-        some ranks have not received the state yet, includes all ranks."""
+        """Ranks of the group that take steps and run operations together: all except spares. As
+        long as some ranks have not received the state, includes all ranks."""
         group, engine = self.group, self._held.attached
         if group is None or engine is None or self._learners:
             return group
@@ -228,9 +228,9 @@ class Formation:
 
     def settle(self, *, updated: bool = False) -> None:
         """Forms and establishes a group if necessary. Returns when the group is established, or
-        when this rank's script must advance first. `updated`: True if the state has changed since
-        the ranks met. Its shards must then be consolidated. Raises the same errors as `reform`.
-        """
+        when this rank's script must advance first. `updated`: True if sharded state has changed
+        since the ranks met. The state must then be consolidated in a new group, even if this rank's
+        script must advance first. Raises the same errors as `reform`."""
         if self.healthy or (self.must_move and not updated):
             return
         if self._agreed:
@@ -382,9 +382,9 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Waits until the ranks whose scripts must advance have received everything they need. Only
-        then may the caller abandon the group, because that discards data that is still being
-        sent."""
+        """Waits until the ranks whose scripts must advance have received everything they need. The
+        caller must not abandon the group before that, because doing so discards data that is still
+        being sent."""
         if not plan.committed:
             with contextlib.suppress(StateLostError):
                 # the next generation reaches the same decision once all ranks have advanced
@@ -399,8 +399,9 @@ class Formation:
     def _consolidate(self, group: Group) -> None:
         """Consolidates the state (`TrainingEngine.consolidate`) of the ranks that agree on it,
         before the group is abandoned because other ranks must first abort a step. Until the next
-        group forms, the scripts of the agreeing ranks use this state, so each owner sends its
-        updates to all ranks that have the same part. Must be called on all ranks."""
+        group forms, the scripts of the agreeing ranks use this state. Ranks that have updated
+        parameters therefore send the values to all ranks that have the same parameters. Must be
+        called on all ranks."""
         held = self._held
         step, held.step = held.step, None  # otherwise nothing would be sent and the step would fail
         try:
@@ -507,8 +508,8 @@ class Formation:
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """Waits for the next generation if there are too few ranks for a replica, provided that
-        each rank has the complete state. Raises the same errors as `reform`."""
+        """Waits for the next generation if there are too few ranks for a replica, although each
+        rank has the complete state. Raises the same errors as `reform`."""
         alone = self.group is None or self.group.world_size == 1
         # a rank without peers may want to save the state
         self._await_more(StopTraining if alone else Drained)

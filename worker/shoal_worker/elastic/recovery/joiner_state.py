@@ -1,5 +1,5 @@
-"""Transfers the state to joiners at a step boundary: selects senders and receivers, and recovers if
-no rank has the state.
+"""Transfers the state to joiners at a step boundary: selects senders and receivers, and handles the
+case that no rank has the state.
 
 Each rank announces which state it can send, and all ranks make the same decision from all
 announcements. All methods run on the training thread.
@@ -77,14 +77,14 @@ class JoinerState:
     def sync(
         self, group: Group, learners: Sequence[int], place: ScriptPosition
     ) -> ScriptPosition | None:
-        """Transfers the state to the ranks `learners`: sends or receives it, or waits for the
-        transfer. Must be called on all ranks of `group`. `place`: this process's position in the
-        script.
+        """Transfers the state to the ranks `learners`: sends it, receives it, or waits until the
+        other ranks have done so. Must be called on all ranks of `group`. `place`: this process's
+        position in the script.
 
         Returns the peers' position if this process is a joiner and has peers, otherwise None.
 
         Raises:
-            MembershipChanged: the group has ended, or spares leave it.
+            MembershipChanged: the group has ended, or its spares exit.
             StateLostError: part of the state is missing on all ranks.
             LeftOver: this process is a spare, and no rank can send it the state.
             PreconditionError: no rank has a state, or the scripts have diverged. Raised on all

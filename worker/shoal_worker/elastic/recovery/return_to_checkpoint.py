@@ -53,9 +53,9 @@ class ReturnToCheckpoint:
             )
 
     def _load(self, load: Callable[[], str | None]) -> str | None:
-        """Loads the checkpoint. If the ranks change in the meantime, loads it again, because the
-        state is then lost again, and only some ranks have read the checkpoint. Returns the reason
-        for a failure, or None."""
+        """Loads the checkpoint. If the ranks change while it is being loaded, the state is lost
+        again, because only some of the ranks have read the checkpoint; it is then loaded again.
+        Returns the reason for a failure, or None."""
         while True:
             # Loading must be the first operation on all ranks. Otherwise results of earlier
             # operations would be mistaken for its results.

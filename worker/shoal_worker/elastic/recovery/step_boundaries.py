@@ -105,8 +105,8 @@ _log = logging.getLogger(__name__)
 
 
 class Departure:
-    """Ends this process's part in the run: when its job stops, when it drains, or at the end of its
-    script. Records why training must stop, and leaves the job exactly once."""
+    """Ends this process's part in the run: when its job stops, when it drains, or when its script
+    has finished. Records why training must stop, and leaves the job exactly once."""
 
     def __init__(self, membership: Member | None, held: CommittedState) -> None:
         self._membership = membership
@@ -124,13 +124,13 @@ class Departure:
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Records that training stops for the reason in an exception. If only this member leaves
-        (`Drained`), and training has not stopped before, exits the process.
+        """Stops training for the reason given by `stop`. If only this member leaves (`Drained`),
+        and training has not stopped before, exits the process.
 
         Raises:
             SystemExit: with status 0, because this member was drained.
-            PreconditionError: MEMBER_BEHIND: the run has finished with steps that this process does
-                not have. The process has already left the job.
+            PreconditionError (MEMBER_BEHIND): the run has finished with steps that this process
+                does not have. The process has already left the job.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
@@ -159,7 +159,7 @@ class Departure:
 
     def exit_spare(self, why: str) -> NoReturn:
         """Exits this process because it is a spare and cannot continue at its script's current
-        position. After a restart, it waits at the beginning of the loop."""
+        position. The process that replaces it waits at the beginning of the loop."""
         reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
         self._exit(reason, status=EVICTED)
@@ -244,8 +244,8 @@ class StepBoundaries:
         return 0 if generation is None else generation.number
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """Returns whether, when the peers sent the state to this joiner, they were in a loop other
-        than epoch `epoch` of `source`. False if there are no peers."""
+        """Returns whether the peers were in a loop other than epoch `epoch` of `source` when they
+        sent the state to this joiner. Returns False if there are no peers."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
@@ -317,8 +317,8 @@ class StepBoundaries:
                 self._peers_at = peers_at
 
     def settled(self, placement: Placement) -> bool:
-        """Returns whether `placement`, returned earlier at this boundary, is still valid. An
-        operation may have re-formed the group in the meantime."""
+        """Returns whether `placement`, which was returned earlier at this boundary, is still valid.
+        An operation may have formed a new group in the meantime."""
         formation = self._formation
         if formation is None:
             return True
@@ -363,8 +363,8 @@ class StepBoundaries:
 
     @property
     def _leaves_alone(self) -> bool:
-        """True if this process has been asked to leave and its peers have not, because they would
-        have reported it within the grace period."""
+        """True if this process has been asked to leave, and the grace period is over. By then, its
+        peers would have reported that they have been asked too."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -385,8 +385,8 @@ class StepBoundaries:
 
     def ask(self, reason: str) -> None:
         """Forms the next generation after the current step's group has failed. In that generation,
-        the ranks tell each other whether the step counts. Returns as soon as this rank knows the
-        outcome. Raises StopTraining."""
+        the ranks tell each other whether the step is committed. Returns as soon as this rank knows
+        the outcome. Raises StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
@@ -394,7 +394,7 @@ class StepBoundaries:
 
     def step_ended(self, engine: TrainingEngine, *, updated: bool) -> None:
         """Forms a new group before the script receives the step's outcome, if the group has failed
-        in the step. `updated`: True if the step counts. Raises StopTraining."""
+        in the step. `updated`: True if the step is committed. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and engine.is_sharded)
@@ -480,5 +480,5 @@ class StepBoundaries:
 
 def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
     """Returns whether generation `newest` has members other than `members`. Raises one of the
-    errors GROUP_LOST if the generation's members are unknown."""
+    errors in GROUP_LOST if the generation's members are unknown."""
     return newest is not None and any(peer.member_id not in members for peer in newest.peers)

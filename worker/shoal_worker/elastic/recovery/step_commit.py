@@ -26,9 +26,9 @@ class StepOwner(Protocol):
 
 
 def reduce_and_commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
-    """Reduces and commits the current step, and returns when its outcome is known. Either all
+    """Reduces and commits the current step, and returns when its outcome is known: either all
     gradients have been summed and the commit all-reduce has succeeded, or the survivors have agreed
-    that the step is aborted. A repeated call only checks that no gradients have been added since.
+    that the step is aborted. If called again, only checks that no gradients have been added since.
     Raises ShoalError."""
     if step.share is not None and step.lost is None:
         engine.reduce(step)

@@ -1,15 +1,15 @@
-"""Begins the run's steps at step boundaries. Commits steps that every rank has contributed to, and
+"""Begins the run's steps at step boundaries. Commits steps to which every rank has contributed, and
 aborts all others.
 
-- A step begins at a step boundary (`step_boundaries.py`). If the last step vote has requested it,
-  the membership changes there, on all ranks.
+- A step begins at a step boundary (`step_boundaries.py`). If the last step vote has requested a
+  change of the membership, it takes place there, on all ranks.
 - A step is committed if at least one surviving rank has received the result of its commit
   all-reduce (`step.py`). Then every survivor applies it, and its script receives COMMITTED.
   Otherwise, no rank applies it, all scripts receive LOST, and the loader deals the same samples
   again.
 - A failure inside a step never raises an exception in the user's forward or backward pass. When the
   step's outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell
-  each other which results they have received (`formation.py`). `finish` returns when that
+  each other which results they have received (`formation.py`). `finish_step` returns when that
   generation is established.
 
 Implements the interface `LoaderSession` for loaders. Engines call it through the session
@@ -98,7 +98,7 @@ class StepLifecycle:
         determining the step's outcome. It takes effect when the step ends."""
         self.diverged: str | None = None
         """Error message if state that must be the same on all ranks was found to differ. From then
-        on, no step counts, even if the script catches the error.
+        on, no step is committed, even if the script catches the error.
         """
         self.outcome: StepStatus | None = None
         """Outcome of the script's last finished step; None before the first."""
@@ -404,8 +404,8 @@ class StepLifecycle:
         """Returns the current step. In a loop without a Shoal loader, begins a step if there is
         none.
 
-        If a joiner's script has loaders but has not reached its loop, returns a step that does not
-        count.
+        If a joiner's script has loaders but has not reached its loop, returns a placeholder step
+        that does not belong to the run.
         """
         if self._rehearsing:
             return Step(
@@ -436,9 +436,9 @@ class StepLifecycle:
         return self.require()
 
     def step_vote(self, step: Step) -> list[float]:
-        """Returns this rank's part of the step vote. `step`: the run's step, or one model's if
-        there are several. Raises PreconditionError if this rank's part of the step is
-        incomplete."""
+        """Returns this rank's part of the step vote. `step`: the run's step or, if there are
+        several models, one model's step. Raises PreconditionError if this rank's part of the step
+        is incomplete."""
         step.check_complete()
         step.evaluated = self._held.evaluations.digest
         return self._boundaries.step_vote(step)
@@ -469,8 +469,8 @@ class StepLifecycle:
                 self._formation.failed(str(error))
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step, without communication. Ranks that take steps together must make
-        the same decision."""
+        """Aborts the current step, without communication. Ranks that take steps together must all
+        make the same decision."""
         step = self.require()
         step.fail(reason)
         step.abort()
@@ -755,7 +755,7 @@ class StepLifecycle:
 
     def _end(self, engine: TrainingEngine, *, updated: bool) -> None:
         """Ends the step. If its group has failed, forms a new group before the script receives the
-        outcome. `updated`: True if the step counts.
+        outcome. `updated`: True if the step is committed.
 
         If the state turns out to be lost, it is replaced with a checkpoint's state, and steps are
         repeated. The step's outcome does not change, because peers whose scripts were past this
@@ -772,9 +772,9 @@ class StepLifecycle:
             self.returning.go_back(lost)
 
     def _peers_have_ended(self, reached: int) -> bool:
-        """Returns whether a peer's script has finished after at most `reached` steps, the number
-        that this process had committed before its current step. `reached` includes steps of a round
-        that has since been undone."""
+        """Returns whether a peer's script has finished after at most `reached` steps. `reached`:
+        number of steps that this process had committed before its current step, including steps of
+        a round that has since been undone."""
         ended_with = self._boundaries.finished_steps
         return ended_with is not None and ended_with <= reached
 

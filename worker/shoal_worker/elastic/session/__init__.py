@@ -1,7 +1,7 @@
 """The session of a process, and the calls that the user's script makes to it.
 
 - `session`: this process's part in a training run. `worker_process`: opens the session, and closes
-  it at the end of the process or on a signal.
+  it when the process ends or receives a signal.
 - `evaluation`: evaluation on all ranks. `collectives`: values that scripts exchange between ranks.
   `torch_calls`: the same through torch's own functions. `first_of_machine`: work that one process
   per machine does first.

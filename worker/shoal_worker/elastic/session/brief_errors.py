@@ -19,9 +19,9 @@ _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 
 
 def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns the error's message and traceback without lines of libraries. Returns None if the
-    full traceback is needed: for an exception of a different package, a bug in Shoal, or an error
-    whose traceback contains no line of the script."""
+    """Returns the error's message and traceback, without the lines of libraries. Returns None if
+    the full traceback is needed: for an exception of a different package, a bug in Shoal, or an
+    error whose traceback contains no line of the script."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
     with suppress(ConfigurationError):  # reading it may itself raise the error to be shown

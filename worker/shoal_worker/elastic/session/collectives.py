@@ -1,10 +1,10 @@
-"""Collectives between steps for scripts: gather, all-reduce, broadcast and barrier for plain
+"""Collectives for scripts, between steps: gather, all-reduce, broadcast and barrier of plain
 values.
 
 Each call is an operation of all ranks (`operations.py`). After a fault, it is repeated with the
 remaining ranks, unless a rank already has the result and sends it to the others. Values are sent as
-JSON, and their tensors as safetensors, without pickle. The results are bitwise the same on all
-ranks, because each rank combines the same values on the CPU in rank order.
+JSON, and the tensors in them as safetensors, without pickle. The results are bitwise the same on
+all ranks, because each rank combines the same values on the CPU in rank order.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@ their collectives time out.
 
 If one rank evaluates while another takes a step, each waits in a collective that the other does not
 issue. This looks like waiting for a slow peer, so the detector checks a wait only after one second.
-The rank then writes its position and its collective to the group's store, and reads the note of the
-first rank that waited at that position. If the collectives differ, the wait can never end, so the
-group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. If two ranks are in the
-same step, the lists of collectives that they have issued in it are compared over their common
-length (`CollectiveTrace`). In a normal step, only the trace is recorded. A wait of more than a
-second causes one or two small messages to the store.
+The rank then writes a note with its position and its collective to the group's store, and reads the
+note of the first rank that waited at that position. If the collectives differ, the wait can never
+end, so the rank aborts the group with RANKS_DIVERGED and a list of the ranks' collectives. If two
+ranks are in the same step, the detector compares the lists of collectives that they have issued in
+it, as far as both lists reach (`CollectiveTrace`). In a normal step, only the trace is recorded. A
+wait of more than a second causes one or two small messages to the store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
 wait."""

@@ -126,7 +126,7 @@ def should_early_stop(
 ) -> bool:
     """Averages the metric across ranks, and returns whether to stop early
     (`ShardedOptimizer.should_early_stop`). `optimizer`: index of the optimizer in the run. `site`:
-    position of the call in the script."""
+    position in the script from which the function is called."""
     if mode not in ("min", "max"):
         raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
     if patience < 1:
@@ -202,12 +202,13 @@ class StreamedBatches(Protocol):
     @property
     def ended(self) -> str:
         """Sources that this rank has read to the end, as a JSON object: source -> [number of items,
-        text that must be the same on all ranks that have read the source]."""
+        text]. The text must be the same on all ranks that have read the source."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
         """Returns the argument of `read` for the batches that `rank` must compute. `held`: numbers
-        of all batches that ranks have already computed. `ended`: each rank's `ended`."""
+        of the batches that any rank has already computed. `ended`: the value of `ended` on each
+        rank."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
@@ -216,11 +217,12 @@ class StreamedBatches(Protocol):
 
 
 def _order_of(loader: Any) -> str | None:
-    """Returns a digest of a torch DataLoader's order of samples. Returns None if it does not
-    shuffle, or if the loader is of a different kind.
+    """Returns a digest of the order in which a torch DataLoader yields its samples. Returns None if
+    the loader does not shuffle, or is of a different kind.
 
     Raises:
-        ConfigurationError: the order is different each time."""
+        ConfigurationError: the order is different each time.
+    """
     batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     samples = getattr(batches if batches is not None else loader, "sampler", None)
     drawn = batches if batches is not None else samples

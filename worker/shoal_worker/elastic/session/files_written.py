@@ -2,8 +2,8 @@
 content.
 
 A rank that opens a file to replace its content (`open(path, "w")`, `torch.save`) writes a note into
-a directory shared by a launcher's workers, and reads the previous rank's note about the same file.
-If two ranks have opened the file in the same generation and after the same number of steps, one
+a directory shared by a launcher's workers. It also reads the previous note about the same file. If
+another rank has opened the file in the same generation and after the same number of steps, one
 warning is logged per machine. No rank waits for another, and no messages are sent.
 
 Not detected: files opened by compiled code (safetensors, HDF5), writes by ranks on different

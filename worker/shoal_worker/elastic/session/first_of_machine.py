@@ -3,8 +3,8 @@ downloading a data set or filling a cache.
 
 A kernel file lock selects the first process, without messages between ranks. The kernel releases
 the lock as soon as its holder exits for any reason. No rank waits in a collective, where a long
-wait would look like a hung process. Each block of a script has its own file, and a new one each
-time the script reaches the block.
+wait would look like a hung process. Each block of a script has its own lock file, and uses a new
+one each time the script reaches the block.
 """
 
 from __future__ import annotations

@@ -183,14 +183,14 @@ class Session:
 
     @property
     def has_left(self) -> bool:
-        """True if this process has left its job and the job continues. This process's state then no
-        longer counts."""
+        """True if this process has left its job and the job continues. This process's state is then
+        no longer the job's state."""
         return self._held.phase.now is Phase.LEFT
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of the current generation; None in a world of one, and before the
-        first."""
+        """Connected ranks of the current generation; None in a world of one, and before the first
+        generation."""
         return self._formation.group if self._formation is not None else None
 
     @property
@@ -260,7 +260,7 @@ class Session:
 
     @property
     def begins(self) -> bool:
-        """True if the run still has its initial ranks: no rank has left or joined yet."""
+        """True if the run still has its initial ranks, because none has left or joined yet."""
         generation = self._generation
         return generation is None or generation.begins_run
 
@@ -396,11 +396,11 @@ class Session:
         """Runs `body` on all ranks and returns its result, a JSON value that is the same on every
         rank.
 
-        Repeats `body` if the membership changes while it runs. A joiner runs it alone. If committed
-        steps have been undone, every rank runs it alone until the next step: all ranks have the
-        same state, but their scripts reach this operation again at different times. The same
-        applies if the state turns out to be lost during the operation and is replaced with a
-        checkpoint's state. A process that has become a spare cannot compute the result and exits
+        Repeats `body` if the membership changes while it runs. A joiner runs `body` alone. If
+        committed steps have been undone, every rank runs `body` alone until the next step: all
+        ranks have the same state, but their scripts reach this operation again at different times.
+        The same applies if the state turns out to be lost during the operation and is replaced with
+        a checkpoint's state. A process that has become a spare cannot compute the result and exits
         (SystemExit), unless `answers` is False because the result is not used.
         """
         self._check_between_steps(kind)
@@ -666,7 +666,7 @@ class Session:
 
     def _await_the_others(self) -> None:
         """Waits while a peer may still need this rank's part of the state, or its confirmation that
-        the last step counts."""
+        the last step is committed."""
         held, formation = self._held, self._formation
         has_part = (
             held.has_engine

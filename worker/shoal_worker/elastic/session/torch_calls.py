@@ -5,12 +5,12 @@ Each `torch.distributed` call with this group is one operation (`operations.py`)
 are exchanged, and every rank computes the same results, or the same error, from the same bytes.
 After a fault, the remaining ranks repeat the operation.
 
-The data that a script sends may depend on its rank or on the number of ranks: a buffer filled by
-one rank, a list with one entry per rank, a value divided by the number of ranks. torch itself reads
-both while gathering objects. The group therefore continues to return the rank and size that it
-first returned. Once these are outdated, the next call raises MembershipChanged on all ranks instead
-of returning a result, and the script must ask for them again. This happens even if the script has
-not used them, which the group cannot know.
+The data that a script sends may depend on its rank or on the number of ranks. Examples are a buffer
+filled by one rank, a list with one entry per rank, and a value divided by the number of ranks.
+torch itself reads rank and size while it gathers objects. The group therefore continues to return
+the rank and size that it first returned. Once these are outdated, the next call raises
+MembershipChanged on all ranks instead of returning a result, and the script must ask for them
+again. This happens even if the script has not used them, because the group cannot know that.
 
 Everything runs on the training thread. Calls inside a step are refused, because a fault there would
 destroy the gradients. Messages between two ranks are refused as well, because they could not be
@@ -93,10 +93,10 @@ class SurvivingGroup(PythonGroup):
     # --- rank and size
 
     def rank(self) -> int:
-        """Returns this process's rank in the last call, if there has been one since the last step;
-        otherwise its current rank. If the script is not at its peers' position, returns -1, so that
-        the script does not act as rank 0; torch's own code, which asks within its calls, gets the
-        rank in a world of one."""
+        """Returns the rank that this process had in the last call, if there has been a call since
+        the last step; otherwise its current rank. Returns -1 if the script is not at its peers'
+        position, so that the script does not act as rank 0. torch's own code, which asks for the
+        rank within its calls, receives 0 in that case, as in a world of one."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -204,8 +204,8 @@ class SurvivingGroup(PythonGroup):
         received: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
     ) -> None:
         """Computes this rank's results from all ranks' data, and writes them to the outputs of the
-        call. Raises an error, on all ranks, if the ranks have changed or their calls do not
-        match."""
+        call. If the ranks have changed, or their calls do not match, raises an error on all ranks.
+        """
         documents = [document for document, _ in received]
         size = len(received)
         own = next(
@@ -353,8 +353,9 @@ def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tenso
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Returns whether a rank prepared its part of the call for an outdated rank number or number of
-    ranks. `number`: the rank's current number. `size`: current number of ranks."""
+    """Returns whether a rank prepared its part of the call for a rank number or a number of ranks
+    that is no longer current. `number`: the rank's current number. `size`: current number of ranks.
+    """
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True

@@ -76,8 +76,8 @@ _process: list[Session] = []
 
 
 def find_session() -> Session | None:
-    """Returns the session of this process or, in `shoal.launch`, of this rank's threads; None if
-    there is none."""
+    """Returns the session of this process or, on the threads of a rank of `shoal.launch`, the
+    session of that rank. Returns None if there is none."""
     world = own_world()
     if world is not None:
         found: Session | None = world.session
@@ -86,7 +86,7 @@ def find_session() -> Session | None:
 
 
 def set_session(session: Session | None) -> None:
-    """Makes `session` the current session; None: there is no longer a current session."""
+    """Makes `session` the current session; None: there is no current session from now on."""
     world = own_world()
     if world is not None:
         world.session = session
@@ -367,8 +367,8 @@ def _end(session: Session, script: ScriptEnd) -> None:
 
 @functools.cache
 def _script_end() -> ScriptEnd:
-    """Returns the `ScriptEnd` of this process. It outlives sessions, because a notebook or a test
-    may open several."""
+    """Returns the address at which other machines can reach this one, for use without a
+    coordinator; loopback if there is no route to other machines."""
     script = ScriptEnd(in_backward=in_backward)
     script.install()
     return script

@@ -160,7 +160,7 @@ class EvaluationComparison:
 
     @property
     def due(self) -> bool:
-        """True if the next pass outside of training will be recorded."""
+        """True if the next pass outside of training must be recorded."""
         return not self._over and not self._dealt and len(self._passes) < CHECKED
 
     @contextlib.contextmanager
@@ -187,7 +187,8 @@ class EvaluationComparison:
 
     def conclude(self, step: Step, *, warns: bool) -> None:
         """Ends the comparison after the committed `step`, and logs a warning if all ranks have
-        evaluated the same batches. `warns`: True if this rank logs the warning on behalf of all."""
+        evaluated the same batches. `warns`: True on the rank that logs the warning on behalf of
+        all."""
         self._passes = []
         replicas = step.placement.world_size
         if step.evaluated == 0 or replicas == 1:

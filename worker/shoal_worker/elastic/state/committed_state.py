@@ -42,7 +42,7 @@ _MOST_STEPS: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """Copy of the state, which is restored if a step is aborted."""
+    """Copy of the state, to be restored if a step is aborted."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -99,8 +99,8 @@ class CommittedState:
         self._waiting: dict[str, Any] = {}
         """Cursors in the loaded state, for loaders that the script has not created yet."""
         self._ended: dict[str, Any] = {}
-        """Last cursors of loaders that the script has released. A resumed script creates these
-        loaders again and must not train on their samples again."""
+        """Last cursors of loaders that the script no longer references. A resumed script creates
+        these loaders again and must not train on their samples again."""
         self._warned = set[str]()
         """Names of loaders whose warning about an abandoned epoch has been logged."""
         self._own_loop_began = False
@@ -310,9 +310,9 @@ class CommittedState:
     def enter_epochs(self, source: StepSource) -> int:
         """Enters a loop over epochs of `source` and returns the loop's first epoch.
 
-        If the loop has reached a later epoch in a loaded state, sets the other loaders' iteration
-        counts to the counts saved with that epoch, because earlier iterations belong to epochs that
-        are skipped.
+        If the loop continues at an epoch that a loaded state has reached, sets the other loaders'
+        iteration counts to the counts saved with that epoch, because earlier iterations belong to
+        epochs that are skipped.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -329,10 +329,10 @@ class CommittedState:
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
-        """Returns the total number of steps after `epochs` epochs of `source`; called when the loop
-        begins an epoch. Returns 0 if the number is unknown, because other loaders take steps too,
-        or a stream has no known end. `known`: the previous result, which remains valid if ranks
-        take independent steps, because it counts the steps of all ranks."""
+        """Returns the number of steps that the run will have taken after `epochs` epochs of
+        `source`. Called when the loop begins an epoch. Returns 0 if the number is unknown, because
+        other loaders take steps too, or a stream has no known end. `known`: the previous result. If
+        ranks take independent steps, it remains valid, because it counts the steps of all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -341,8 +341,9 @@ class CommittedState:
         return known or until if self.engine.asynchronous else self.steps + until
 
     def arrived(self, at: StepSource | None) -> None:
-        """Records that a joiner has reached its peers' position, which is in a step of loader `at`.
-        Sets the iteration counts of other loaders to the counts in the last loaded state."""
+        """Records that a joiner has reached its peers' position. `at`: loader of the step at that
+        position. Sets the iteration counts of all other loaders to the counts in the last loaded
+        state."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -408,7 +409,7 @@ class CommittedState:
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the checkpoint's state with its non-persistent buffers (persistent=False)
+        """Returns a checkpoint's state in which the non-persistent buffers (persistent=False) are
         replaced by this process's own. As in plain torch, the values of these buffers come from the
         script, and must be the same on all ranks."""
         if self.engine.asynchronous or not self.engine.has_values():
@@ -482,8 +483,8 @@ class CommittedState:
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
         """Context for restoring a state that the script has already passed. The script keeps its
-        position in its loops. If it is in a step, it continues at the end of that step and repeats
-        the step."""
+        position in its loops. A script that is in a step continues at the end of that step, and
+        then repeats it."""
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops
@@ -492,8 +493,8 @@ class CommittedState:
         self.phase.go_back()
 
     def unclaimed(self) -> list[str]:
-        """Returns the names of objects and loaders in the loaded state that the script has not
-        created."""
+        """Returns the names of objects and loaders that are in the loaded state, but that the
+        script has not created."""
         return [
             *self.registered.unclaimed(),
             *(f"the loader {name!r}" for name in sorted(self._waiting)),
@@ -521,7 +522,7 @@ class CommittedState:
 def _note_end(
     held: weakref.ref[CommittedState], name: str, read_cursor: Callable[[], dict[str, Any]]
 ) -> None:
-    """Records the last cursor of a loader that the script has released. `name`: name of the
+    """Records the last cursor of a loader that the script no longer references. `name`: name of the
     loader."""
     if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):
         state._ended[name] = cursor

@@ -38,13 +38,14 @@ class EarlyStop:
         return self._left if self._step == step else ""
 
     def resumed(self, loader: str) -> None:
-        """Records the loader named by the checkpoint that was loaded; empty if it names none."""
+        """Records that the loaded checkpoint names `loader` as the loader whose loop early stopping
+        has ended; empty if it names none."""
         self._resumed = loader
 
     def passes(self, loader: str) -> bool:
-        """Returns whether the script must skip the `epochs()` of `loader` that it is about to
-        enter, because early stopping ended it before the resume. Later loops over epochs are not
-        skipped."""
+        """Returns whether the script must skip the loop over `epochs()` of `loader` that it is
+        about to enter, because early stopping ended this loop before the resume. Returns True only
+        once, so later loops over epochs are not skipped."""
         if not loader or self._resumed != loader:
             return False
         self._resumed = ""

@@ -147,8 +147,9 @@ def _describe(
     apart: Sequence[str],
     exchange: Exchange,
 ) -> str:
-    """Describes a difference: the tensor, the affected ranks, and the likely cause. `apart`: the
-    groups of tensors that differ."""
+    """Describes a difference: the tensor, the affected ranks, and the likely cause. `apart`: names
+    of the groups of tensors that differ. `groups`: for each rank, the digests of its groups by
+    name."""
     own = {
         group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()}
         for group in apart

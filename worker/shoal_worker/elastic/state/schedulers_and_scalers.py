@@ -7,11 +7,13 @@ Schedulers and similar objects are advanced by a call in the user's loop, usuall
 repeats the call for a skipped epoch after a resume or in a joiner. If the step is aborted only
 after the call, the advance is undone. The method that advances an object is therefore wrapped at
 registration: `step` of a scheduler, `update` of a scaler, `update_parameters` of an averaged model.
-The wrapper asks `RegisteredState` whether the call counts. Any other registered object is restored
-to its state when the script received the aborted step's batch: once when the step is aborted, and
-again when it is repeated. In a loop without a Shoal loader, the object is restored only once, to
-its state at the beginning of the step, because the batch is not repeated, and later changes may
-belong to the next batch. Everything runs on the training thread.
+The wrapper asks `RegisteredState` whether the call counts.
+
+Any other registered object is restored to the state that it had when the script received the
+aborted step's batch: once when the step is aborted, and again when it is repeated. In a loop
+without a Shoal loader, the batch is not repeated, and later changes may belong to the next batch.
+There, the object is restored only once, to the state that it had at the beginning of the step.
+Everything runs on the training thread.
 
 Registration is automatic because joiners would train with wrong learning rates if a script did not
 call `register_state`. torch has no hook for new objects, so `__new__` of their classes is replaced
@@ -55,8 +57,8 @@ from shoal_worker.torch_internals import scales
 
 
 class GroupMembers(list[torch.Tensor]):
-    """List that a strategy assigns to `group["params"]`. If the type has changed, the script has
-    replaced the list."""
+    """List that a strategy assigns to `group["params"]`. If the entry later has a different type,
+    the script has replaced the list."""
 
     def __init__(self, members: Iterable[torch.Tensor]) -> None:
         super().__init__(members)
@@ -64,7 +66,7 @@ class GroupMembers(list[torch.Tensor]):
 
 
 class Memberships:
-    """Parameters that a strategy has assigned to the groups of a run's optimizers.
+    """Parameters that a strategy has assigned to the parameter groups of a run's optimizers.
 
     After `as_distributed`, an optimizer updates a fixed set of tensors: the model's parameters, or
     this rank's pieces of them. A parameter that a script added later would be updated with this
@@ -229,7 +231,7 @@ class _Before:
 
 
 class RegisteredState:
-    """Registered objects by name. Decides whether a call that advances one of them counts."""
+    """Registered objects by name. Decides whether a call that advances one of them takes effect."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -307,16 +309,16 @@ class RegisteredState:
         be recomputed."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds one of the run's optimizers as created by the user, so that its schedulers are
-        registered automatically."""
+        """Adds an optimizer of the run, in the form in which the user created it, so that its
+        schedulers are registered automatically."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
     def made_from(
         self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None
     ) -> None:
-        """Sets the run's optimizers as created by the user. `parameters`: all parameters of the
-        models."""
+        """Sets the run's optimizers, in the form in which the user created them. `parameters`: all
+        parameters of the models."""
         self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
@@ -348,7 +350,7 @@ class RegisteredState:
             _own.counts.clear()
 
     def unclaimed(self) -> list[str]:
-        """Names in the loaded state that the script has not registered an object for."""
+        """Names in the loaded state for which the script has not registered an object."""
         return sorted(self._pending)
 
     def check_groups(self) -> None:
@@ -407,10 +409,10 @@ class RegisteredState:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Settings that must be the same on all ranks: hyperparameters of the run's optimizers by
-        group, the last loss scale, and a digest of which parameters are in the groups and which are
-        trained. Contains only plain values, because the text form of other values may differ
-        between ranks."""
+        """Settings that must be the same on all ranks. These are the hyperparameters of the run's
+        optimizers by group, the last loss scale, and a digest of which parameters are in the groups
+        and which of them require gradients. Contains only plain values, because the text form of
+        other values may differ between ranks."""
         plain = [
             {
                 name: plain
@@ -548,8 +550,8 @@ class RegisteredState:
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """Returns a function that undoes a failed `restore`: it reloads each object's state as it
-        is now. If an object refuses its state, the others are still restored."""
+        """Returns a function that undoes a failed `restore`: it reloads the state that each object
+        has now. If an object refuses its state, the others are still restored."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
@@ -589,8 +591,9 @@ class RegisteredState:
 
     def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
         """Records that the script receives its part of the step, and has therefore caught up with
-        the run. `may_be_lost`: True to copy objects, so that they can be restored if the step is
-        aborted. `comes_again`: True if the same batch is handed out again after an aborted step."""
+        the run. `may_be_lost`: True to copy the registered objects, so that they can be restored if
+        the step is aborted. `comes_again`: True if the same batch is handed out again after an
+        aborted step."""
         # A joiner's first step begins at the start of its loop over epochs, before it creates the
         # epoch's objects.
         self.find_new()
@@ -682,7 +685,7 @@ class RegisteredState:
                 )
 
     def passed_over(self) -> None:
-        """Records that the script has skipped an iteration of a loader. The following advances may
+        """Records that the script has skipped an iteration of a loader. From now on, its calls may
         repeat advances that the run has already made."""
         self._passing = True
 
@@ -726,8 +729,8 @@ class RegisteredState:
         self.step_undone()
 
     def step_undone(self) -> None:
-        """Undoes the advances made in the current step. Unlike after `step_aborted`, later advances
-        count."""
+        """Undoes the advances made in the current step. Later advances count again, unlike after
+        `step_aborted`."""
         self.find_new()
         if self._open:
             self._last_scale = self._scale_before
@@ -747,7 +750,7 @@ class RegisteredState:
             self._last_scale = self._scale_before
 
     def reinstate(self) -> None:
-        """Restores the advances undone by `withdraw`, because the step counts."""
+        """Restores the advances undone by `withdraw`, because the step is committed."""
         if self._advanced is not None:
             after, settings, self._advances, self._last_scale = self._advanced
             self._advanced = None
@@ -776,8 +779,8 @@ class RegisteredState:
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Returns whether an advance that the script is requesting counts for the run. If it does,
-        first copies the object's state."""
+        """Returns whether an advance that the script requests counts for the run. If it does, and a
+        step is in progress, first copies the object's state."""
         if self._aborted:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):

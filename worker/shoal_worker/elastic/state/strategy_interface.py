@@ -1,4 +1,4 @@
-"""Interfaces of the session and of a strategy's engine to each other.
+"""The interfaces between the session and a strategy's engine, in both directions.
 
 The session calls the engine through `TrainingEngine`. The engine calls the session only through
 `StrategySession`, and its step lifecycle only through `StepControl`. (The engine of async_sgd,
@@ -6,16 +6,16 @@ whose workers have no common steps, also opens a job of its own.) A new engine t
 only on this file and its base class (`engine/base.py`). Loaders use a different interface of the
 session, `loader_interface.py`, and do not depend on strategies.
 
-The order of calls in one step, all on the training thread:
+The session calls the engine in this order in one step, always on the training thread:
 
     step_begins
     micro_batch_begins, [forward and backward], micro_batch_ends(weight)
         once per micro-batch of this rank, possibly never
     reduce, sum_commit, take_commit
-        at the end (`recovery/step_commit.py`); only `take_commit` if a peer saw the commit
-        all-reduce and this rank did not
+        at the end (`recovery/step_commit.py`); only `take_commit` if this rank missed the result
+        of the commit all-reduce and received it from a peer
     commit_step
-        after `apply` returned, or
+        if the step is committed, after `apply` has returned; otherwise
     discard_step
         if the step is aborted or was not intended
 
@@ -70,12 +70,13 @@ class TrainingEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def data_parallel_rank(self) -> int:
-        """Index of this rank's model replica, which determines its samples."""
+        """Index of this rank's replica of the model. It determines which samples the rank receives.
+        """
 
     @property
     @abc.abstractmethod
     def data_parallel_size(self) -> int:
-        """Number of model replicas."""
+        """Number of replicas of the model."""
 
     @property
     def leads_replica(self) -> bool:
@@ -91,7 +92,7 @@ class TrainingEngine(abc.ABC):
     @property
     def lacks_ranks(self) -> bool:
         """True if this rank has the complete state, but there are too few ranks for a replica of
-        the model. No step then begins before more ranks join."""
+        the model. In that case, no step begins before more ranks join."""
         return False
 
     @property
@@ -140,8 +141,8 @@ class TrainingEngine(abc.ABC):
     @property
     def within_round(self) -> bool:
         """True if this rank has committed steps that count only once a later step ends their round.
-        This worker may leave only after that step. Used only by asynchronous engines; other engines
-        use `StrategySession.keep`."""
+        This worker must not leave before that step. Used only by asynchronous engines; other
+        engines use `StrategySession.keep`."""
         return False
 
     @property
@@ -204,9 +205,9 @@ class TrainingEngine(abc.ABC):
         steps. Must be called on all ranks."""
 
     def consolidate(self, channel: Channel) -> None:
-        """Updates, on all ranks of `channel`, the state that is unsharded on every rank between
-        steps. The channel's group may contain further ranks, which have no shards. Must be called
-        within an operation."""
+        """Updates, on all ranks of `channel`, the part of the state that is unsharded on every rank
+        between steps. The channel's group may contain further ranks, which have no shards. Must be
+        called within an operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
         """Copies parts of the state between ranks of `channel`, so that each part is on at least
@@ -368,8 +369,8 @@ class StepControl(Protocol):
         ...
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the step. If the step counts, calls `apply`, which updates the parameters. Every
-        survivor returns the same status."""
+        """Ends the step. If the step is committed, calls `apply`, which updates the parameters.
+        Every survivor returns the same status."""
         ...
 
 
@@ -418,8 +419,8 @@ class StrategySession(Protocol):
 
     @property
     def is_joining(self) -> bool:
-        """True if this process is replaying its script. Then, no steps begin, and collectives are
-        answered locally."""
+        """True if this process is replaying its script. In that case, no steps begin, and
+        collectives are answered locally."""
         ...
 
     @property

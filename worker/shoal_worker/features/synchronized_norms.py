@@ -7,7 +7,8 @@ communicate with the other ranks during passes (`ranks_in_passes.py`).
 The statistics weight each rank's values as the step weights the rank's samples: a rank with fewer
 samples counts less, and a rank with a stand-in batch does not count.
 
-Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
+The method is that of Ioffe and Szegedy, "Batch Normalization", 2015, section 3, applied to all
+ranks' samples.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Statistics(NamedTuple):
 
 class NormsOfRanks:
     """Connects one model's synchronized layers with the other ranks. Copies of the model have None
-    instead."""
+    in its place."""
 
     @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
@@ -80,8 +81,8 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """Returns the factor of this rank's gradients in their sum across ranks. Returns None if
-        this pass does not belong to a step with other ranks.
+        """Returns the factor by which this rank's gradients are multiplied in the sum across ranks.
+        Returns None if this pass does not belong to a step with other ranks.
 
         Raises:
             ConfigurationError: the step is split into micro-batches.

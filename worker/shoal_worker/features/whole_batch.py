@@ -69,10 +69,10 @@ class WholeBatch:
         return self._stand_in(tensors, rows) if whole is None else whole
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Returns stand-in rows if there are no rows of other ranks: in an aborted step, or if the
-        pass does not belong to a step with other ranks. Any values suffice there. If rows have
-        already been combined in this step, returns the same number of rows as then, because the
-        script uses both results together."""
+        """Returns stand-in rows for a pass that cannot use rows of other ranks, because the step is
+        aborted, or because the pass does not belong to a step with other ranks. Any values suffice
+        there. If rows have already been combined in this step, returns the same number of rows as
+        then, because the script uses both results together."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)

@@ -151,9 +151,9 @@ class HostCopies:
     def of(self, tensor: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Returns a contiguous host tensor that will receive the current values of `tensor`. Must
         be called on the training thread. `memory`: result of an earlier call that is no longer
-        needed, for a tensor with as many elements (`keep_fitting`). Its memory is used again,
-        because new memory costs several times as much as the copy: the kernel has to find and clear
-        its pages."""
+        needed, for a tensor with as many elements (`keep_fitting`). Its memory is reused, because
+        new memory costs several times as much as the copy: the kernel has to find and clear its
+        pages."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         copy = _new_memory(plain.shape, plain.dtype) if memory is None else memory.view(plain.shape)
         lane = self._lane(plain.device)
@@ -218,9 +218,9 @@ class HostCopies:
 def keep_fitting(
     memory: dict[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Removes tensors that cannot receive a copy of the tensors in `wanted` with the same names.
-    Must be called before the first copy, so that there is never more than one copy in memory.
-    Returns `memory`."""
+    """Removes from `memory` each tensor that cannot receive a copy of the tensor with the same name
+    in `wanted`, and returns `memory`. Must be called before the first copy, so that there is never
+    more than one copy in memory."""
     for name, tensor in list(memory.items()):
         then = wanted.get(name)
         if then is None or (then.numel(), then.dtype) != (tensor.numel(), tensor.dtype):
@@ -229,9 +229,9 @@ def keep_fitting(
 
 
 def _new_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an uninitialized tensor in host memory. Forked processes, such as data workers, do
-    not get the pages of a large one. Otherwise, the next copy would first have to duplicate them
-    (copy on write)."""
+    """Returns an uninitialized tensor in host memory. If the tensor is large, forked processes,
+    such as data workers, do not get its pages. Otherwise, the next copy would first have to
+    duplicate the pages (copy on write)."""
     with torch.inference_mode(False):  # a later copy may be made outside the script's
         nbytes = shape.numel() * dtype.itemsize
         if nbytes < _OWN_PAGES:

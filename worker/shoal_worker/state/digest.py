@@ -32,9 +32,10 @@ from shoal_worker.state.tree import Json, flatten
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the tensor's elements as bytes, in row-major order. A contiguous CPU tensor is not
-    copied: the view is writable and shares the tensor's memory. Other tensors are copied. The view
-    does not use NumPy, because a tensor whose memory has been exposed to NumPy can no longer be
-    resized. Buffers whose size is determined later must be resizable."""
+    copied: the view is writable and shares the tensor's memory. Other tensors are copied.
+
+    NumPy is not used, because a tensor whose memory has been exposed to NumPy can no longer be
+    resized. Buffers whose size is determined only later must stay resizable."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
@@ -211,8 +212,8 @@ def state_digest(state: object) -> int:
 
 
 def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
-    """Returns the structure with every tensor's name replaced by its digest, and with unordered
-    pairs sorted. `of`: returns the digest of the tensor with a given name."""
+    """Returns the structure with each tensor's name replaced by the tensor's digest, and with
+    unordered pairs sorted. `of`: returns the digest of the tensor with a given name."""
     if isinstance(structure, list):
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
@@ -296,8 +297,8 @@ def _digest_of_rows(dataset: Any) -> str:
 
 
 def _without_floats(value: Any) -> object:
-    """Returns a stored value without its floating-point numbers, and without the folders in paths,
-    which may differ between machines."""
+    """Returns a value stored in a dataset, without its floating-point numbers, and without the
+    folders in paths, which may differ between machines."""
     if isinstance(value, str):
         # text may contain slashes too, but paths hardly contain spaces or tags
         return value if any(each in value for each in " <\n") else value.rpartition("/")[2]

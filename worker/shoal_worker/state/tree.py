@@ -493,8 +493,8 @@ class Snapshot:
     ) -> Snapshot:
         """Copies `state`, which may be modified as soon as this method returns, even if copies from
         a device are still in progress. `without`: names of tensors that are not copied. `memory`:
-        `host_tensors` of an earlier snapshot that is no longer needed. Tensors are removed from it,
-        and their memory is used again or freed.
+        `host_tensors` of an earlier snapshot that is no longer needed. All tensors are removed from
+        it, and their memory is reused or freed.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -522,7 +522,7 @@ class Snapshot:
 
     @property
     def host_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name. They have their values once `tensors` has returned."""
+        """The tensors by name. They contain the copied values only after `tensors` has returned."""
         return dict(self._tensors)
 
     @property

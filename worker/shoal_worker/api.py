@@ -1,5 +1,5 @@
-"""The public API: functions that use the session of this process. `import shoal` provides them
-under `shoal.`."""
+"""The public API: functions that use the session of this process. `import shoal` makes them
+available as `shoal.init()` and so on."""
 
 from __future__ import annotations
 
@@ -98,11 +98,12 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` has started. If `shoal run` did not start this process, it
-    becomes a world of one. Further calls do nothing. A rank of `shoal.launch`, or a process under
-    `mpiexec`, joins the other ranks without a coordinator (docs/explanation/backends.md#mpi).
+    """Joins the cluster that `shoal run` has started; further calls do nothing. In a new job,
+    blocks until this member has a rank.
 
-    In a new job, blocks until this member has a rank.
+    A rank of `shoal.launch`, or a process started by `mpiexec`, joins the other ranks without a
+    coordinator (docs/explanation/backends.md#mpi). Any other process that `shoal run` has not
+    started becomes a world of one.
 
     Raises:
         ConfigurationError: environment variables contradict each other.
@@ -290,8 +291,8 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError if
-    there are several models and not exactly one optimizer for each."""
+    """Returns the models and their optimizers as two lists of the same length. Raises
+    ConfigurationError if there are several models and not exactly one optimizer for each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
@@ -376,11 +377,11 @@ def as_distributed_for_low_bandwidth(
     """Calls `as_distributed` with `ShardingConfiguration.for_low_bandwidth()` and a compressor
     suitable for the strategy.
 
-    `gradient_compression` is "powersgd" (rank 4) with ddp, "topk" (1 %) if gradients are sharded or
-    pushed (zero1, zero2, zero3, fsdp, async_sgd), and none with other strategies, which do not
-    compress. An optimizer with a compressor (`GradientCompressionOptimizer`) keeps its compressor.
-    `options`: arguments of `as_distributed`, which override these settings. For measurements, see
-    docs/explanation/compression.md#presets.
+    `gradient_compression` is "powersgd" (rank 4) with ddp, and "topk" (1 %) with strategies that
+    shard or push gradients (zero1, zero2, zero3, fsdp, async_sgd). The other strategies do not
+    compress. If `optimizer` already has a compressor (`GradientCompressionOptimizer`), that
+    compressor is used. `options`: arguments of `as_distributed`, which override these settings. For
+    measurements, see docs/explanation/compression.md#presets.
     """
     chosen = (
         None
@@ -403,13 +404,13 @@ def register_state(**objects: Any) -> RunValues:
         ...
         run.best = max(run.best, accuracy)
 
-    After an aborted step, an object is restored to its state when the script received that step's
-    batch. All changes that the script makes before the batch is repeated are undone. In a loop
-    without a Shoal loader, an object is restored to its state at the beginning of the step, and
-    changes after `optimizer.step()` are kept. For this purpose `state_dict()` is called in every
-    step of a job. Objects with more than 64 MiB of tensors, or 256 KiB of other values, are not
-    restored, and a warning is logged. The `step` of registered schedulers and the `update` of
-    registered gradient scalers do nothing after an aborted step.
+    After an aborted step, each object is restored to the state that it had when the script received
+    that step's batch. All changes that the script makes before it receives the batch again are
+    undone. In a loop without a Shoal loader, each object is restored to the state that it had at
+    the beginning of the step, and changes after `optimizer.step()` are kept. For this purpose,
+    Shoal calls `state_dict()` in every step of a job. Objects with more than 64 MiB of tensors, or
+    256 KiB of other values, are not restored, and a warning is logged. The `step` of registered
+    schedulers and the `update` of registered gradient scalers do nothing after an aborted step.
 
     Returns:
         The plain values; empty if none were given.
@@ -447,29 +448,28 @@ def evaluate(
     *,
     every_steps: int | None = None,
 ) -> dict[str, float] | None:
-    """Evaluates a model, with the batches distributed across all ranks. Returns the sums of the
-    results of `fn(model, batch)` over all batches of `loader`, each counted once.
+    """Evaluates a model, with the batches distributed across all ranks. Calls `fn(model, batch)`
+    for each batch of `loader`, and returns the sums of the results over all batches.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation
     mode, without gradients. Must be called on every rank, between steps; every rank receives the
-    result. If a rank fails during the evaluation, its batches are reassigned. Global random
-    generators are seeded for each batch by its number, so noise or dropout in `fn` does not depend
-    on the number of ranks.
+    result. If a rank fails during the evaluation, its batches are reassigned, so each batch is
+    counted exactly once. Before each batch, the global random generators are seeded according to
+    the batch's number, so noise or dropout in `fn` does not depend on the number of ranks.
 
     Args:
         model: from `as_distributed`, or any module that is the same on all ranks.
-        loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same
-            batches on every rank.
+        loader: an `ElasticDataLoader(train=False)`, or any loader with a length that yields the
+            same batches on every rank.
         fn: called with the model and one batch.
         every_steps: evaluate only after a committed step whose number in the run is a multiple of
             this, otherwise return None. Use it if this function is called in every iteration, after
-            `optimizer.step()`. All ranks, including joiners, decide in the same way, and never
-            twice for one step.
+            `optimizer.step()`. All ranks, including joiners, make the same decision, and none
+            evaluates twice after the same step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
-            example), or that draws different samples on each rank; or an `fn` that does not return
-            sums.
+        ConfigurationError: the batches of `loader` cannot be distributed (it has no length, for
+            example); `loader` draws different samples on each rank; or `fn` does not return sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` was passed
             inside a step (STEP_NOT_FINISHED).
     """
@@ -497,15 +497,15 @@ def save_checkpoint(
     called on every rank, between steps.
 
     The state is copied before this function returns. `directory/step-<n>` is written in the
-    background, and renamed into place once it is complete. An error of an earlier save is raised
-    here. In a joiner, the call does nothing. If a rank fails before its shard is written, this
-    checkpoint is abandoned, and the previous one remains the newest. Rows of sparse tables are read
-    from the servers; under ddp, all ranks do so before this function returns.
+    background, and renamed into place once it is complete. If an earlier save has failed, this call
+    raises its error. In a joiner, the call does nothing. If a rank fails before its shard is
+    written, this checkpoint is abandoned, and the previous one remains the newest. Rows of sparse
+    tables are read from the servers; under ddp, all ranks do so before this function returns.
 
     Args:
         directory: a directory that all ranks share, or that is local to the first rank's machine;
-            or the URL of an object store, such as "s3://bucket/run": in that case, the checkpoint
-            is written to a local directory (SHOAL_STAGING_DIR) and uploaded in the background.
+            or the URL of an object store, such as "s3://bucket/run". With a URL, the checkpoint is
+            written to a local directory (SHOAL_STAGING_DIR) and uploaded in the background.
         keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
             `shoal.evaluate`. The run's checkpoint with the best metric is kept in addition to the
@@ -518,7 +518,7 @@ def save_checkpoint(
             gathers and writes everything. False: the first rank always does so.
         every_steps: save only after a committed step whose number in the run is a multiple of this;
             use it if this function is called in every iteration, after `optimizer.step()`. All
-            ranks, including joiners, decide in the same way, and never twice for one step.
+            ranks, including joiners, make the same decision, and no step is saved twice.
         frozen: how to save parameters that did not require gradients when `as_distributed` was
             called, such as the base model of an adapter. "write": their values are stored in files
             that the checkpoints in the directory share (hard links, or copies where links are
@@ -528,8 +528,8 @@ def save_checkpoint(
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
-        ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
-            or differs between ranks; or a directory that cannot be written, or is not shared.
+        ConfigurationError: `keep` is below 1; `best` is not one finite number, has no `mode`, or
+            differs between ranks; or `directory` cannot be written to, or is not shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save has failed or, under ddp, saving
             the rows of sparse tables has failed now.
         PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object store has refused the
@@ -626,8 +626,8 @@ def load_full_state(
             `as_distributed`, or its state dict. It provides the values of the frozen parameters.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or none with a metric if `best` is set; the
-            checkpoint has several models and `model` is not the index of one; it has no such
+        ConfigurationError: there is no checkpoint, or none with a metric if `best` is set. The
+            checkpoint has several models and `model` is not the index of one; or it has no such
             average; or both `model` and `average` are given.
         CorruptDataError: the checkpoint is damaged, or was written by a different program or a
             newer release; or it needs values of frozen parameters that `base` lacks
@@ -655,20 +655,20 @@ def report(**numbers: float | torch.Tensor) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the sum of all ranks' values, or their mean, maximum or minimum with `op="mean"`,
-    "max" or "min". Must be called on every rank, between steps.
+    """Combines all ranks' values with `op`: "sum", "mean", "max" or "min". Must be called on every
+    rank, between steps.
 
     Values are numbers, tensors of one shape, and lists, tuples and dictionaries of them, with the
     same structure on all ranks. The result is bitwise the same on all ranks. The call survives
-    faults, as `evaluate` does: if a rank fails, the result is the sum over the remaining ranks. In
-    a joiner that is replaying its script (`is_joining`), the result is the joiner's own value.
+    faults, as `evaluate` does: if a rank fails, the remaining ranks' values are combined. In a
+    joiner that is replaying its script (`is_joining`), the result is the joiner's own value.
     Intended for metrics and decisions, because all values are gathered on every rank. The strategy
     handles gradients and other large tensors.
 
     Raises:
-        ConfigurationError: an unknown `op`, or a value that cannot be summed.
-        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks passed values of different
-            shapes; or under async_sgd, where workers do not run in step.
+        ConfigurationError: `op` is unknown, or a value cannot be summed.
+        PreconditionError: the call was made inside a step (STEP_NOT_FINISHED), or under async_sgd,
+            whose workers take independent steps; or the ranks passed values of different shapes.
     """
     return collectives.all_reduce(current_session(), value, op)
 
@@ -744,8 +744,8 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
     equals the result of a single process, up to rounding, regardless of how the batch is split
     across ranks. Gradients are propagated to each rank's own rows. Must be called on every rank, in
     the same order and the same number of times. Later computations must be the same on all ranks
-    (no dropout). If there is only one rank, and outside of steps, as in evaluation, the function
-    returns the rank's own rows.
+    (no dropout). With a single rank, or outside of steps (in an evaluation, for example), returns
+    only the rank's own rows.
 
     Args:
         tensors: one tensor, or several with the same number of rows, such as features and labels.
@@ -755,9 +755,10 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
         A tensor of shape (all rows, ...), or a tuple of such tensors if several were passed.
 
     Raises:
-        ConfigurationError: tensors without rows, or with different numbers of rows; loaders with
-            micro_batch_size=; loss_reduction="sum"; tensor, pipeline, hybrid, local_sgd and
-            async_sgd, where ranks do not run each pass together on their own samples.
+        ConfigurationError: the tensors have no rows, or different numbers of rows; the loader has
+            micro_batch_size=; or loss_reduction is "sum". Also raised under tensor, pipeline,
+            hybrid, local_sgd and async_sgd, where ranks do not run each pass together on their own
+            samples.
         PreconditionError: called before `as_distributed`; or ranks passed tensors of different
             kinds (RANKS_DIVERGED).
     """
@@ -825,7 +826,7 @@ def is_main_process() -> bool:
 
 def is_joining() -> bool:
     """Returns True in a joiner that is still replaying its script and has not received its first
-    batch to train on."""
+    training batch."""
     return current_session().is_joining
 
 
@@ -841,7 +842,7 @@ def rank() -> int:
 
 def world_size() -> int:
     """Returns the number of ranks in this process's newest generation; -1 in a joiner that is
-    replaying its script. After `shutdown()`, returns the last number."""
+    replaying its script. After `shutdown()`, returns the last world size."""
     return current_session().script_placement.world_size
 
 

@@ -1,5 +1,5 @@
-"""Data workers and helper threads of this process. Ensures that no process waits forever for a data
-worker or thread that has failed."""
+"""Helpers for data workers and Shoal's own threads. They ensure that this process never waits
+forever for a data worker or thread that has failed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _too_long(chosen: str, why: str) -> ConfigurationError:
 
 @contextlib.contextmanager
 def explained_pickling(num_workers: int) -> Iterator[None]:
-    """Context for the start of data workers. Raises ConfigurationError if an object that they need
+    """Context for starting data workers. Raises ConfigurationError if an object that they need
     cannot be pickled, which every start method except "fork" requires."""
     try:
         yield

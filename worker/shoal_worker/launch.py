@@ -40,10 +40,12 @@ def launch(
     Each rank can use the public API as in a job, except that no rank joins or leaves.
     torch.distributed is initialized too (`dist.get_rank()` is the rank). Each rank has its own
     random generators, which start as copies of the caller's generators; the caller's generators do
-    not change. Ranks take turns, so two runs give the same results. Ranks share everything else in
-    the process: `arguments` are the same objects on all ranks, so each rank must create, or copy,
-    the model that it trains, and a change to a global is seen by all ranks. Launches that run at
-    the same time, in several threads of the caller, share the generators too.
+    not change. Ranks take turns, so two runs give the same results.
+
+    Ranks share everything else in the process. `arguments` are the same objects on all ranks, so
+    each rank must create, or copy, the model that it trains. A change to a global is seen by all
+    ranks. Launches that run at the same time, in several threads of the caller, share the
+    generators too.
 
     A rank should wait for other ranks only in collectives and transfers. While ranks run,
     functional collectives cannot use the caller's own process groups.
@@ -53,8 +55,8 @@ def launch(
         *arguments: arguments of `fn`.
         world_size: number of ranks; >= 1.
         backend: "inmemory".
-        timeout: maximum duration of each wait for other ranks, and of the wait for the other ranks
-            to end after one has failed.
+        timeout: maximum duration of each wait for other ranks. After a rank has failed, also the
+            maximum time for which this function waits until the other ranks have ended.
 
     Raises:
         ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout

@@ -1,7 +1,7 @@
 """Prometheus metrics of the worker, each with its help text. Each session has its own registry.
 
-Finished periods (such as a recovery) and calls to services are also passed to followers, which
-trace them.
+Callbacks can be registered for periods that have ended (a recovery, for example) and for finished
+calls to services. Tracing is implemented with these callbacks.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ class WorkerMetrics:
     def generation_formed(
         self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float
     ) -> None:
-        """Records this worker's place in a generation and how long the generation took to form."""
+        """Records the generation that this worker has entered, its rank there, and how long the
+        generation took to form."""
         self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
         self.reform_seconds.observe(seconds)
         self._period("generation", seconds, {"number": number, "world_size": world_size})
@@ -209,7 +210,8 @@ class WorkerMetrics:
         self._period("join", seconds, {"count": count})
 
     def entered(self, *, number: int, member_id: str, rank: int, world_size: int) -> None:
-        """Records this worker's place in a generation that needs no formation (async_sgd)."""
+        """Records the generation that this worker has entered, and its rank there. Called directly
+        under async_sgd, where a generation does not have to be formed."""
         self.placed(member_id=member_id, rank=rank)
         self.generation.set(number)
         self.rank.set(rank)
@@ -248,8 +250,8 @@ class WorkerMetrics:
         self.transfer_seconds.inc(seconds)
 
     def follow_periods(self, follower: PeriodFollower) -> None:
-        """Registers a callback for periods: generation, recovery, join and checkpoint. Called on
-        the thread in which the period ends."""
+        """Registers a callback for periods that have ended: generation, recovery, join and
+        checkpoint. It is called on the thread on which the period ended."""
         self._period_followers = (*self._period_followers, follower)
 
     def _period(self, name: str, seconds: float, attributes: Mapping[str, str | int]) -> None:

@@ -2,10 +2,10 @@
 
 Writing one object is atomic, but writing several objects is not, and objects cannot be renamed.
 Credentials and endpoints come from the provider's own environment variables and files. Every call
-blocks, and retries temporary failures for up to `patience`; its caller may retry it as well. A
-request that makes no progress for a time is canceled and counts as failed, because the providers'
-clients do not limit every wait (aiohttp waits for "100 Continue" without a deadline). All functions
-and methods may be called from any thread. Requests run in the event loop of fsspec's own thread.
+blocks, and retries temporary failures for up to `patience`. A request that transfers nothing for
+some time is canceled and counts as a temporary failure, because the providers' clients do not limit
+every wait (aiohttp waits for "100 Continue" without a deadline). All functions and methods may be
+called from any thread. Requests run in the event loop of fsspec's own thread.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _SLOWEST: Final = 64 << 10
 """Slowest transfer speed to expect, in bytes per second. Clients report progress only after each
 part, so the limit on silence is extended by the time that one part takes at this speed."""
 _SLOWEST_COPY: Final = 10 << 20
-"""Slowest speed to expect of a copy within a storage, in bytes per second. Copies report no
-progress."""
+"""Slowest speed to expect of a copy within an object store, in bytes per second. Copies report
+no progress."""
 _CANCEL_S: Final = 5.0
 """Seconds that a canceled request may take to clean up."""
 _PART: Final = 8 << 20
@@ -76,7 +76,7 @@ _REFUSALS: Final = (401, 403)
 
 
 def is_url(place: str | Path) -> bool:
-    """Returns whether a place named by the user is a URL of an object store.
+    """Returns whether `place`, a location named by the user, is the URL of an object store.
 
     Raises:
         ConfigurationError: the URL has an unsupported scheme or lacks a bucket or a path, or
@@ -108,12 +108,12 @@ def is_url(place: str | Path) -> bool:
 
 
 def local_directory(option: str | os.PathLike[str], name: str) -> Path:
-    """Returns the directory that a user named for files that grow during a run.
+    """Returns the directory that a user has named in an option for files that grow during a run.
 
-    `name`: name of the option, for the message.
+    `option`: value of the option. `name`: name of the option, for the error message.
 
     Raises:
-        ConfigurationError: it is a URL.
+        ConfigurationError: `option` is a URL.
     """
     text = os.fspath(option)
     scheme, colon, rest = text.partition(":")
@@ -126,7 +126,7 @@ def local_directory(option: str | os.PathLike[str], name: str) -> Path:
 
 
 def local_path(place: str | Path) -> Path:
-    """Returns the path named by the user, either directly or as a `file://` URL.
+    """Returns the local path that the user has named, either directly or as a `file://` URL.
 
     Raises:
         ConfigurationError: the URL names a different machine.
@@ -144,10 +144,10 @@ def local_path(place: str | Path) -> Path:
 class ThreadPerCall(ThreadPoolExecutor):
     """Runs each call on a new daemon thread.
 
-    Used as the event loop's pool, where clients of object stores look up host names. Python's own
-    pools refuse calls once the interpreter begins to shut down, which is before `atexit` functions
-    run, and one of these functions waits for the upload of a run's last checkpoint. A subclass of
-    ThreadPoolExecutor, because asyncio accepts no other executors.
+    Replaces the default executor of fsspec's event loop, on which clients of object stores look up
+    host names. Python's own pools refuse calls once the interpreter begins to shut down. That is
+    too early, because an `atexit` function waits for the upload of a run's last checkpoint.
+    Inherits from ThreadPoolExecutor because asyncio accepts no other executors.
     """
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -189,7 +189,7 @@ class ObjectFolder:
         ConfigurationError: the package for this kind of URL, or the bucket, does not exist.
         PermissionDeniedError (OBJECT_STORAGE_REFUSED): a credential is missing or wrong, or does
             not permit the call.
-        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the storage did not complete the request
+        UnavailableError (OBJECT_STORAGE_UNAVAILABLE): the object store did not complete the request
             within `patience`.
     """
 
@@ -300,7 +300,7 @@ class ObjectFolder:
         self._retried("downloading", name, download, absent_is_error=True)
 
     def copy(self, source: ObjectFolder, name: str, size: int) -> None:
-        """Copies an object of `size` bytes from another folder of the same storage, without
+        """Copies an object of `size` bytes from another folder of the same object store, without
         downloading it."""
 
         def copy() -> None:
@@ -321,7 +321,7 @@ class ObjectFolder:
 
     @cached_property
     def _files(self) -> Any:
-        """fsspec's file system for this URL. All folders of one URL share it."""
+        """fsspec's file system for this URL. Folders created with `child` share it."""
         scheme = self.url.partition(":")[0]
         if scheme in _BACKENDS:
             module, extra = _BACKENDS[scheme]
@@ -340,8 +340,8 @@ class ObjectFolder:
         return f"{path}/{name}" if name else path
 
     def _sent_parts(self, size: int) -> dict[str, Any]:
-        """Returns the arguments that limit the memory for the upload of an object of `size` bytes.
-        Empty for adlfs, which has none and sends one part at a time."""
+        """Returns arguments that limit memory use during the upload of an object of `size` bytes.
+        Empty for adlfs, which has no such arguments and sends one part at a time."""
         match self.url.partition(":")[0]:
             case "s3":
                 part = max(_PART, -(-size // _MOST_PARTS))
@@ -352,14 +352,14 @@ class ObjectFolder:
         return {}
 
     def _received_parts(self) -> dict[str, Any]:
-        """Returns the arguments that limit the memory for a download, in addition to `_LIMITS`."""
+        """Returns arguments that limit memory use during a download, in addition to `_LIMITS`."""
         if self.url.startswith("gs:") and hasattr(self._files, "_get_file_concurrent"):
             return {"concurrency": 1}  # gcsfs writes what arrives; otherwise it reads far ahead
         return {}
 
     def _request(self, method: str, *arguments: Any, _within: float = 0.0, **options: Any) -> Any:
-        """Calls a method of fsspec's implementation. Raises TimeoutError if the request reports no
-        progress for `silence` plus `_within` seconds."""
+        """Calls a method of fsspec's implementation. Raises TimeoutError if the request transfers
+        nothing for `silence` plus `_within` seconds."""
         files = self._files
         if not files.async_impl:  # memory://
             return getattr(files, method)(*arguments, **options)

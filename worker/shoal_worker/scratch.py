@@ -1,8 +1,8 @@
 """Reusable memory for collectives: buffers for sending and receiving that are kept from step to
 step.
 
-Newly allocated memory of this size causes a page fault for every 4 KiB, which takes longer than
-compressing data into it.
+The kernel maps newly allocated memory with one page fault per 4 KiB. For large buffers, these page
+faults take longer than compressing data into the buffer.
 
 `in_host_memory` also selects between two implementations of some operations: numpy is faster on the
 CPU, and other devices need torch."""
@@ -47,9 +47,9 @@ class ScratchMemory:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *tensors: torch.Tensor) -> None:
-        """Returns blocks from `take` to the pool. Nothing may access them any more: must not be
-        called after a failed collective, whose transport may still write to them. Frees excess
-        blocks, the smallest first."""
+        """Returns the memory of tensors from `take` to the pool, and frees excess blocks, the
+        smallest first. Nothing may access the tensors any more. After a failed collective, this
+        method must not be called, because the transport may still write to them."""
         blocks = [
             torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
             for one in tensors

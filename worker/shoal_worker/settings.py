@@ -93,7 +93,7 @@ class WorkerSettings(CallerSettings):
     and for checkpoints after their download; None: `shoal` in XDG_CACHE_HOME, which is ~/.cache by
     default."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
-    """Time during which each call to an object store is retried while the storage fails."""
+    """Time during which each failing call to an object store is retried."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     speed: float | None = Field(default=None, gt=0)
@@ -128,8 +128,8 @@ class WorkerSettings(CallerSettings):
         return ""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """Returns settings for calls to the service at host:port as this member, with its key.
-        Raises ConfigurationError."""
+        """Returns settings for calls to the service at `address` (host:port). The calls identify
+        this member and carry its key. Raises ConfigurationError."""
         return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
     def store_at(self, given: str) -> str:
@@ -211,8 +211,8 @@ def rank_variables() -> Mapping[str, str]:
 
 
 def gloo_interface() -> str:
-    """Returns the network interface that the user has selected for Gloo, the first of
-    `GLOO_SOCKET_IFNAME`; "" if none is selected."""
+    """Returns the network interface that the user has selected for Gloo: the first one in
+    `GLOO_SOCKET_IFNAME`, or "" if none is selected."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
@@ -231,6 +231,6 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def environment_without_settings() -> dict[str, str]:
-    """Returns the environment for services of a cluster that this process starts. Omits settings of
-    the cluster that this process itself may belong to."""
+    """Returns this process's environment without `SHOAL_...` variables, for starting the services
+    of a new cluster. The variables describe the cluster that this process itself may belong to."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

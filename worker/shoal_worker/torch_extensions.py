@@ -1,9 +1,9 @@
 """Registers Shoal's init methods (`redis://...`) and backends (`shoal_gloo`, ...) with torch,
-without importing torch. `import shoal` alone therefore suffices and stays fast.
+without importing torch. `import shoal` is therefore sufficient, and stays fast.
 
-torch has no plug-in mechanism for either, so the names are registered in two of its modules:
-immediately if the module is loaded, otherwise when it is loaded. The code behind a name is imported
-on first use.
+torch has no plug-in mechanism for either, so the names are registered in two of torch's modules:
+immediately if the module is already loaded, otherwise as soon as it is loaded. The code behind a
+name is imported on first use.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class _Deferred:
 
 
 class _Finder(MetaPathFinder):
-    """Import finder that calls a function for certain modules as soon as they are loaded. It leaves
-    finding the modules to other finders."""
+    """Import finder that calls a function when one of certain modules has been loaded. It leaves
+    finding the modules to the other finders."""
 
     def __init__(self, awaited: dict[str, Callable[[ModuleType], None]]) -> None:
         self._awaited = awaited

@@ -11,9 +11,10 @@ Each name exists in all of `TESTED` and has no public counterpart there, with th
     queue_callback                public from 2.15 on: torch.autograd.graph.queue_callback
     all_gather_single, ...        from 2.13 on; under other names before, see _NATIVE_NAMES
     _FR_SELF_RECORDING_BACKENDS   from 2.15 on; earlier versions need nothing in its place
-    enable_reconfigure            of _DistributedBackendOptions, from 2.14 on, like the functions
-                                  that call what backends/gloo/reconfigurable.py implements:
-                                  _supports_reconfigure, _get_reconfigure_handle, _reconfigure
+    enable_reconfigure            field of _DistributedBackendOptions, from 2.14 on. The same
+                                  applies to torch's functions for reconfiguring a group, which
+                                  call backends/gloo/reconfigurable.py: _supports_reconfigure,
+                                  _get_reconfigure_handle, _reconfigure
 
 `make test-torch VERSION=2.15.0` runs the tests with another torch, `make test-torches` with all.
 """
@@ -176,14 +177,14 @@ trace_rules.add("shoal_worker")
 
 
 def cuda_is_unusable() -> bool:
-    """Returns whether torch refuses to use CUDA in this process, because the parent had called the
-    CUDA runtime before forking."""
+    """Returns whether torch refuses to use CUDA in this process, because the parent process called
+    the CUDA runtime before it forked this one."""
     return bool(_is_in_bad_fork())
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., c10d.Work]:
-    """Returns a collective of one of torch's own process groups. `name`: the method's name in torch
-    2.13; other versions may use a different name."""
+    """Returns a collective method of one of torch's own process groups. `name`: the method's name
+    in torch 2.13; in other versions, a method with a different name may be returned."""
     method: Callable[..., c10d.Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
 
@@ -250,7 +251,7 @@ def schedule_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def iterates_undealt_dataloader(*, longer_than: int) -> bool:
     """Returns whether an iteration is in progress over a torch DataLoader that has more than
     `longer_than` batches and a sampler that does not depend on the rank. Inspects all Python
-    objects, in about 50 ms. Iterable datasets do not count, because their number of batches is
+    objects, in about 50 ms. Iterable datasets are ignored, because their number of batches is
     unknown."""
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):

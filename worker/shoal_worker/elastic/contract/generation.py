@@ -232,7 +232,7 @@ class Generation:
 
     @property
     def me(self) -> Peer:
-        """This member's own entry."""
+        """This member's own entry among the peers."""
         return self.peers[self.rank]
 
     @property

@@ -183,8 +183,8 @@ class LoaderSession(Protocol):
         ...
 
     def finish_batches(self) -> None:
-        """Called after the loop over a step's micro-batches, even if this rank had none. Reduces
-        the gradients of all ranks, so that they are complete before `optimizer.step()`."""
+        """Reduces the gradients of all ranks, so that they are complete before `optimizer.step()`.
+        Called after the loop over a step's micro-batches, even if this rank had none."""
         ...
 
     def batch_passed(self, source: StepSource) -> None:
@@ -300,8 +300,8 @@ class StepSource(Protocol):
 
     @property
     def gives_up(self) -> int | None:
-        """Epoch whose remaining batches are abandoned because the script left it early; None if
-        there is none."""
+        """Epoch whose remaining batches are abandoned because the script left the loop over its
+        batches early; None if there is none."""
         ...
 
     @property

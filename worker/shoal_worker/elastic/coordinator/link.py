@@ -642,7 +642,7 @@ class CoordinatorLink:
             generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
-        """Returns this member's own entry in the rank table, without a rank."""
+        """Returns this member's own entry for the rank table, with 0 in place of its rank."""
         identity = self.identity
         return Peer(
             rank=0,

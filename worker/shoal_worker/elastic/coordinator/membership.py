@@ -224,8 +224,8 @@ class Membership:
         return joining
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers `progress` as the source of the figures in heartbeats. Must be called before
-        `join`."""
+        """Registers `progress` as the source of the progress that heartbeats report. Must be called
+        before `join`."""
         self.waits = progress.waits
         self._hangs = hangs = HangReport(progress)
         self.link.reports(

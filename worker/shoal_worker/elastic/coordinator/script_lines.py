@@ -131,8 +131,8 @@ def runs_script(calls: Sequence[Call]) -> bool:
 
 
 def _source(file: str, line: int) -> str:
-    """Returns a line of source for display, if `remember_source` has loaded it; otherwise an empty
-    string."""
+    """Returns a source line as it is shown to people, if `remember_source` has loaded it; otherwise
+    an empty string."""
     entry = linecache.cache.get(file)
     if entry is None or len(entry) < 4 or not 1 <= line <= len(entry[2]):
         return ""

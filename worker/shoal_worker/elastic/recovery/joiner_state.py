@@ -219,8 +219,8 @@ class JoinerState:
 
 
 def _frozen_in(captured: Mapping[str, Any], names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Returns the frozen parameters in `names` that a captured state contains, keyed by their
-    flattened names in the state."""
+    """Returns the frozen parameters in `names` that a captured state contains, keyed by their names
+    in the flattened state."""
     tensors = flatten(captured)[1]
     return {name: tensors[name] for each in names if (name := f"{_REPLICA}{each}") in tensors}
 

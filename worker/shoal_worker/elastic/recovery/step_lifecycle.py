@@ -575,7 +575,7 @@ class StepLifecycle:
     def _check_sound(self) -> None:
         """Checks that the state may be changed. Raises PreconditionError if the state is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            # the script has not merely looked at its first batch to train on, because it finishes
+            # the script has not merely looked at its first training batch, because it finishes
             # the step after its loop
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:

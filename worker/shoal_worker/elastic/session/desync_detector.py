@@ -80,7 +80,7 @@ class DesyncDetector:
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
-        """Returns the script's current position, as `Waiting.where` does. Called on the training
+        """Returns the script's current position, for `Waiting.where`. Called on the training
         thread."""
         session = self._session
         operations, step = session.operations, session.step

@@ -15,9 +15,11 @@ The session combines these parts, which make the decisions:
 The session itself begins and ends this process's part in the run, provides its rank, and runs
 operations between steps. At the end of a run, no rank leaves while a peer may be in doubt about the
 last step. If the group fails in an operation, the operation is repeated on a new group, unless a
-peer has finished it and still has the result. Everything runs on the training thread, except the
-threads of `Membership`, `CoordinatorLink` and `StateDonor`, and `StepLifecycle.mark_lost`,
-`is_gone` and the check returned by `fence`.
+peer has finished it and still has the result.
+
+Everything runs on the training thread, except the threads of `Membership`, `CoordinatorLink` and
+`StateDonor`. Other threads may call only `StepLifecycle.mark_lost`, `is_gone` and the function
+returned by `fence`.
 """
 
 from __future__ import annotations
@@ -512,8 +514,8 @@ class Session:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Names of the parameters that did not require gradients at `as_distributed`, in the
-        flattened result of `assemble`."""
+        """Names, in the flattened result of `assemble`, of the parameters that did not require
+        gradients when `as_distributed` was called."""
         return self._held.frozen
 
     @property

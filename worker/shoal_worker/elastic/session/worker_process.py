@@ -204,8 +204,9 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     the environment unless `settings` are given.
 
     With a coordinator, blocks until this member is accepted and, in a new job, until it has a rank.
-    Without a coordinator, becomes a rank of MPI's world under `mpiexec`, otherwise a world of one.
-    Called on a rank of `shoal.launch`, becomes that rank, regardless of the environment.
+    Without a coordinator, the process becomes a rank of MPI's world if `mpiexec` has started it,
+    otherwise a world of one. On a rank of `shoal.launch`, creates the session of that rank,
+    regardless of the environment.
 
     Raises:
         ConfigurationError: environment variables contradict each other, or this process is a data

@@ -149,8 +149,8 @@ class CommittedState:
         )
 
     def note_built(self) -> None:
-        """Records the frozen parameters of the engine's model. A joiner receives the descriptions
-        from its peers instead."""
+        """Records the names of the frozen parameters of the engine's model, and describes their
+        values. A joiner receives the descriptions from its peers instead."""
         self.frozen = tuple(self.engine.frozen())
         if self.phase.holds_state:
             self.built = {
@@ -167,7 +167,7 @@ class CommittedState:
 
     @property
     def sources(self) -> list[StepSource]:
-        """Training loaders of the script that still exist."""
+        """The script's training loaders that still exist."""
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:
@@ -218,7 +218,8 @@ class CommittedState:
         return self.step
 
     def committed(self, step: Step) -> None:
-        """Records that `step` was applied: names the resulting state and updates the counts."""
+        """Records that `step` was applied: names the resulting state, and updates the numbers of
+        outcomes and samples."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
         self.last_state = None

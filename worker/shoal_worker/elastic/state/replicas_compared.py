@@ -2,10 +2,10 @@
 
 Ranks diverge when a script changes values on only some of them, or when memory or arithmetic fails
 on one machine. They compare their state after every `consistency_check_every` steps. They also
-compare it before an update if a script has written to parameters or buffers on only some ranks,
-which is detected from torch's write counters or from samples of each parameter's elements. Digests
-of groups of tensors are compared first. If these differ, ranks exchange digests of each tensor in
-the group, and then of parts of the first differing tensor, which indicate the cause.
+compare it before an update if a script has written to parameters or buffers on only some ranks.
+Such writes are detected from torch's write counters, or from samples of each parameter's elements.
+Digests of groups of tensors are compared first. If these differ, ranks exchange digests of each
+tensor in the group, and then of parts of the first differing tensor, which indicate the cause.
 
 After the last step, ranks do not compare their state, because a rank may run alone for minutes and
 may change its own copy. Instead, each rank computes digests when its script leaves the loop over a

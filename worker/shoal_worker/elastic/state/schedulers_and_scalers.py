@@ -841,8 +841,8 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts `value` to a value whose text is the same on all ranks if their values are equal;
-    None if this is not possible."""
+    """Returns a form of `value` whose text is the same on all ranks if the ranks' values are equal;
+    None if there is no such form."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -189,8 +189,8 @@ class TrainingEngine(abc.ABC):
         return nullcontext()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks that a state of `assemble`, or the state of a `part`, belongs to this model and
-        optimizer. If the model is on the meta device, may create its parameters.
+        """Checks that a state returned by `assemble`, or the state in a result of `part`, belongs
+        to this model and optimizer. If the model is on the meta device, may create its parameters.
 
         Raises:
             CorruptDataError: `restore` would refuse the state.
@@ -337,7 +337,8 @@ class StepControl(Protocol):
 
     def settle_collectives(self) -> None:
         """Waits until all collectives passed to `Group.order` in the step have ended. If one has
-        failed, marks the step as failed. On a device, a failure is noticed only here."""
+        failed, marks the step as failed. If the tensors are on a device, failures are noticed only
+        here."""
         ...
 
     def prepare_step(self) -> None:
@@ -390,7 +391,7 @@ class StrategySession(Protocol):
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of the current generation. Each generation has a different object."""
+        """Connected ranks of the current generation. Each generation has its own `Group` object."""
         ...
 
     @property

@@ -2,12 +2,12 @@
 actor and a critic.
 
 A batch is one step of the run, as with one model. Each optimizer may step once per batch, in any
-order. Either all of the step's updates count, or none:
+order. Either all of the step's updates take effect, or none:
 
 - Each model has its own step within the run's step. The model's engine prepares and commits this
   step as if it were the run's step. Therefore, when an optimizer steps, all ranks have the same
-  gradients. It updates its model immediately, because other models' passes must see the new values.
-  A copy of the old values is kept (`tentative_update.py`).
+  gradients. The optimizer updates its model immediately, because other models' passes must see the
+  new values. A copy of the old values is kept (`tentative_update.py`).
 - When the last optimizer has stepped, or the loop requests the next batch, the run's step is
   prepared and committed by one small all-reduce of the step vote. A rank that receives the result
   of this commit all-reduce knows that every rank has made every update.

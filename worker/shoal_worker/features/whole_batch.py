@@ -4,13 +4,13 @@ compare samples with one another.
 A contrastive loss over only one rank's samples is a different loss, with fewer pairs. Each rank
 therefore receives all ranks' rows and computes the loss of the entire batch. Gradients flow back
 only to the rank's own rows. They are divided by the rank's weight in the step, because the sum
-across ranks multiplies them by this weight again. The gradient of each row therefore counts once,
-as in a single process. A parameter that is used after the rows have been combined (a temperature)
-has the full gradient on every rank. The weighted sum across ranks is therefore the full gradient
-too. The backward pass does not communicate.
+across ranks multiplies them by this weight again. Each row's gradient is therefore summed exactly
+once, as in a single process. A parameter that is used after the rows have been combined (a
+temperature) has the full gradient on every rank. The weighted sum across ranks is therefore the
+full gradient too. The backward pass does not communicate.
 
-Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
-section 2.2 (negatives over all devices).
+The method follows Chen et al., "A Simple Framework for Contrastive Learning of Visual
+Representations", ICML 2020, section 2.2 (negatives over all devices).
 
 Used by the training thread and, in a backward pass that recomputes a checkpointed block, by torch's
 autograd thread.

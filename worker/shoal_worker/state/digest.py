@@ -102,7 +102,7 @@ def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def part_digest(part: torch.Tensor, begin: int) -> int:
     """Returns the contribution of a contiguous range of elements to the digest of a tensor. The
-    tensor's digest is the sum of the contributions of all its parts, modulo 2**64. It does not
+    tensor's digest is the sum of the contributions of all its parts, modulo 2**64. The sum does not
     depend on how the tensor is divided into parts, or on their devices. `begin`: index of the first
     element.
 

@@ -646,7 +646,7 @@ def report(**numbers: float | torch.Tensor) -> None:
     reports its loss itself.
 
     Can be called in every step: a number on a GPU is copied in the background once the GPU has
-    computed it. Each name keeps its last value.
+    computed it. A name that is not reported again keeps its last value.
 
     Raises:
         ConfigurationError: a value is not a single number, or there are too many names.
@@ -700,8 +700,8 @@ def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
 
 
 def barrier() -> None:
-    """Waits until all ranks have called this function or failed. Must be called between steps;
-    raises the same errors as `all_reduce`.
+    """Waits until each rank has either called this function or failed. Must be called between
+    steps; raises the same errors as `all_reduce`.
 
     For work that one rank does before the others, use `main_first`: waiting in it is not mistaken
     for a hang.
@@ -710,15 +710,15 @@ def barrier() -> None:
 
 
 def process_group() -> ProcessGroup:
-    """Returns a fault-tolerant torch process group: `torch.distributed.all_reduce(x,
-    group=shoal.process_group())`, between steps.
+    """Returns a fault-tolerant torch process group, for calls between steps:
+    `torch.distributed.all_reduce(x, group=shoal.process_group())`.
 
     The group supports all collectives of torch.distributed, including object collectives, with SUM,
     AVG, MAX, MIN and PRODUCT. After a fault, the remaining ranks repeat a call, provided that no
     rank has called `get_rank(group)` or `get_world_size(group)`, and that the collective does not
-    depend on either. Otherwise the first collective after a change of ranks raises
-    MembershipChanged (RANKS_CHANGED) on all ranks without writing to its tensors: get rank and
-    world size again, and repeat the collective.
+    depend on either. Otherwise, the first collective after a change of ranks raises
+    MembershipChanged (RANKS_CHANGED) on all ranks, without writing to its tensors. The script must
+    then ask for rank and world size again, and repeat the collective.
 
     The group becomes torch's default group, so that `torch.distributed.is_initialized()` is true
     from then on. Without a job, and in a joiner that is replaying its script, the group is a world

@@ -181,15 +181,15 @@ class ShardingConfiguration:
 
     @classmethod
     def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """Returns settings for fast links (10 Gbit/s and more, NVLink): buckets of 100 MiB, which
-        means fewer and larger messages, and no compression."""
+        """Returns settings for fast links (10 Gbit/s and more, NVLink): no compression, and buckets
+        of 100 MiB, so that messages are fewer and larger."""
         return cls(**({"bucket_cap_mb": 100} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
         """Returns settings for slow links (1 Gbit/s and less): `gradient_compression="powersgd"` of
         rank 4. In measurements (docs/explanation/compression.md#presets), it is among the fastest
-        compressors and hardly increases the number of steps with any optimizer. Buckets have the
+        compressors, and needs at most a third more steps with any optimizer. Buckets have the
         default size, because little is sent. Suitable for ddp; strategies that shard gradients need
         a different compressor, which `as_distributed_for_low_bandwidth` selects."""
         return cls(**({"gradient_compression": "powersgd"} | overrides))  # type: ignore[arg-type]

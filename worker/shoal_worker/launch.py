@@ -115,8 +115,8 @@ class _Ranks:
         raise error
 
     def _wait(self) -> list[int]:
-        """Waits until all ranks have ended, or one has failed and `timeout` has passed. Returns the
-        ranks that are still running."""
+        """Waits until all ranks have ended, or until one has failed and `timeout` has passed since.
+        Returns the ranks that are still running."""
         for ended in self._ended:
             while not ended.is_set() and not self._failing.is_set():
                 ended.wait(0.05)

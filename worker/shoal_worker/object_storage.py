@@ -247,7 +247,7 @@ class ObjectFolder:
 
     def read(self, name: str, size: int = 0) -> bytes | None:
         """Returns the content of an object; None if there is no such object. `size`: the object's
-        size in bytes; may be 0 for a small object."""
+        size in bytes, by which the time limit is extended; may be 0 for a small object."""
 
         def read() -> bytes | None:
             with contextlib.suppress(FileNotFoundError):
@@ -282,7 +282,7 @@ class ObjectFolder:
         self._retried("uploading", name, upload)
 
     def download(self, name: str, file: Path, size: int) -> None:
-        """Writes an object of `size` bytes to a file. The caller must compare the digest.
+        """Writes an object of `size` bytes to a file. The caller must verify the object's digest.
 
         Raises:
             FileNotFoundError: there is no such object.

@@ -183,8 +183,8 @@ def mpi_world_size() -> int:
 
 
 def error_file() -> Path | None:
-    """Returns the file for the exception that ends this process, as set by torchrun and similar
-    launchers; None if the launcher has named no file."""
+    """Returns the file to which an exception that ends this process must be written, as set by
+    torchrun and similar launchers. Returns None if the launcher has named no file."""
     value = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(value) if value else None
 

@@ -44,8 +44,8 @@ def expected_versions() -> str:
 
 
 def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
-    """Raises ConfigurationError if torch is older than this version. `what`: the feature that needs
-    it. `instead`: the alternative for older versions."""
+    """Raises ConfigurationError if torch is older than version `major`.`minor`. `what`: the feature
+    that needs this version. `instead`: the alternative for older versions."""
     if (major, minor) > VERSION:
         raise ConfigurationError(
             f"{what} needs torch {major}.{minor} or newer, but {torch.__version__} is installed; "

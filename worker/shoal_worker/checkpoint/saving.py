@@ -724,8 +724,8 @@ def _load_alone(session: Session, place: Place) -> bool:
 
 
 def _resumed(session: Session, found: Mapping[str, Any], place: Place, *, first: bool) -> None:
-    """If early stopping ended the resumed run, records where. On the first rank, also prints the
-    checkpoint's name."""
+    """Records where early stopping ended the resumed run, if it did so. On the first rank, also
+    prints the checkpoint's name."""
     session.early_stop.resumed(found["stopped_early"])
     if not first:
         return

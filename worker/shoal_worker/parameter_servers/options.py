@@ -53,9 +53,9 @@ class AsyncOptions:
     `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Amount of work that a worker leases in advance, as training time, estimated from its pace. It
-    can train for about this long while the coordinator is unreachable. The leased batches of a
-    worker that dies are reassigned. 0: each batch is leased separately."""
+    """Amount of work that a worker leases in advance, as a duration of training at its current
+    pace. It can train for about this long while the coordinator is unreachable. If a worker dies,
+    its leased batches are reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
     """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng

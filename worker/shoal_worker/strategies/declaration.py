@@ -28,7 +28,7 @@ class Strategy:
     sent: str
     """Bytes sent by a rank per step."""
     a_death: str
-    """What a rank's death costs."""
+    """Cost of a rank's death."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of `as_distributed` that are specific to this strategy."""
     settings: frozenset[str] = frozenset()

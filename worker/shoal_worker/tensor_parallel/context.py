@@ -21,7 +21,7 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """How ranks draw the random numbers for dropout on split activations. For activations that are
+    """Ways to draw the random numbers for dropout on split activations. For activations that are
     not split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"

@@ -120,8 +120,8 @@ class AsyncEngine(Engine):
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer, declares the tensors to the coordinator, which assigns them to
-        servers, and waits until the servers are ready."""
+        """Attaches the optimizer, and declares the tensors to the coordinator, so that it assigns
+        them to servers. Blocks until the servers are ready."""
         if optimizer is None:
             raise ConfigurationError(
                 'strategy="async_sgd" requires the optimizer, because the servers run it: call '

@@ -45,7 +45,7 @@ class Place:
         """Returns the place that a script named, without creating it.
 
         Raises:
-            ConfigurationError: an invalid URL, or the package for it is missing.
+            ConfigurationError: the URL is invalid, or the package that it requires is missing.
         """
         if not is_url(named):
             # absolute: the script may change its directory while the writer works

@@ -167,7 +167,8 @@ class RemoteCheckpoints:
     ) -> None:
         """Uploads the complete checkpoint in the directory `local` under the same name, the
         manifest last. Replaces an older checkpoint of the same step. Then removes checkpoints of
-        the same run that need not be kept, and incomplete uploads of the run's dead processes.
+        the same run that need not be kept, and incomplete uploads that dead processes of the run
+        left behind.
 
         Args:
             fence: raises if this process may no longer publish.

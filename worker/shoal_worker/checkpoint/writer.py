@@ -1,6 +1,6 @@
 """Writes checkpoints during training: one at a time, on a separate thread.
 
-The training thread calls every method. A job runs on the writer's thread and shares only its
+All methods are called on the training thread. A job runs on the writer's thread and shares only its
 arguments with training. `_lock` guards `_error`; everything else belongs to the training thread.
 The thread is not a daemon, so a process that exits normally first finishes the current checkpoint.
 """

@@ -1,5 +1,6 @@
-"""Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common options,
-and the description of the user's optimizer for the servers. This module does not communicate."""
+"""Options that `as_distributed` accepts only with `strategy="async_sgd"`, and `ServerOptimizer`,
+which describes the user's optimizer to the servers. This module does not communicate.
+"""
 
 from __future__ import annotations
 

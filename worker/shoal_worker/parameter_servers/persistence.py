@@ -61,10 +61,13 @@ class Persistence:
     ) -> None:
         """Prepares to retry calls.
 
-        `patience`: maximum time that the server may be unreachable. `closing`: event that is set to
-        end all waits. `started`: returns whether all of this worker's tensors on the server have
-        been initialized. `resynchronize`: determines the server's state; raises the errors of its
-        calls, and ShardMapChanged.
+        Args:
+            patience: maximum time that the server may be unreachable.
+            closing: event that is set to end all waits.
+            started: returns whether all of this worker's tensors on the server have been
+                initialized.
+            resynchronize: determines the server's state; raises the errors of its calls, and
+                ShardMapChanged.
         """
         self._job = job
         self._connection = connection

@@ -97,7 +97,8 @@ class HostTensor:
         """Returns the flat tensor that receives values; `publish` copies them to the parameter.
 
         Raises:
-            ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`.
+            ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`
+                was called.
         """
         self._check_unchanged()
         if _is_host_memory(self.parameter):

@@ -22,8 +22,8 @@ class Memory:
     """Parameters, gradients and optimizer state that the rank mirrors for another rank, so that the
     state survives if that rank fails."""
     staging: float = 0.0
-    """Temporary memory: gathered blocks, reductions in progress, and the copy from the start of a
-    round. Includes the model's buffers."""
+    """Temporary memory: gathered blocks, reductions in progress, and local_sgd's copy of the model
+    from the start of a round. Includes the model's buffers."""
     activations: float | None = None
     """Memory that autograd keeps for the backward pass; None: unknown, because no example inputs
     were given."""

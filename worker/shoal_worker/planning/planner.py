@@ -54,7 +54,7 @@ def plan(
     bandwidth: float | str = Assumptions.bandwidth,
     local_bandwidth: float | str = Assumptions.local_bandwidth,
 ) -> Plan:
-    """Estimates the costs of every strategy for the model on `world_size` ranks: memory by role,
+    """Estimates the costs of every strategy for the model on `world_size` ranks: memory by purpose,
     traffic, a pipeline's bubble, and the time of a step.
 
     Does not train or communicate, and does not change the model or the optimizer. The model may be

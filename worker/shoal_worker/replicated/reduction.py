@@ -185,8 +185,8 @@ class OverlappedReduction:
         self._buffer_changes = changes
 
     def write_buffers(self) -> None:
-        """Sets the buffers to the committed values plus the ranks' changes (see
-        `CommittedBuffers.apply`), which are the same on all ranks."""
+        """Sets the buffers to the committed values plus the changes of all ranks (see
+        `CommittedBuffers.apply`). The result is the same on all ranks."""
         if self._buffer_changes is not None:
             self._buffers.apply(self._buffer_changes)
         self._buffer_changes = None

@@ -32,8 +32,8 @@ class StepTables(Protocol):
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends a micro-batch: multiplies the gradients collected since the last call by its weight,
-        and adds them to the step's gradients."""
+        """Ends a micro-batch: multiplies the gradients collected since the last call by `weight`,
+        the weight of the micro-batch, and adds them to the step's gradients."""
         ...
 
     def reduce(self) -> None:

@@ -99,9 +99,9 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
 
 class ZeRO2Model(ShardedModel):
-    """A model with gradients and optimizer state sharded across ranks, in zero1's buckets. Memory
-    per rank: P + (G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N: number of
-    ranks) and one bucket. With micro-batches, gradients are reduce-scattered for each
+    """A model with gradients and optimizer state sharded across ranks, in the same buckets as under
+    zero1. Memory per rank: P + (G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N:
+    number of ranks) and one bucket. With micro-batches, gradients are reduce-scattered for each
     micro-batch."""
 
     declaration: ClassVar[Strategy] = _ZERO2

@@ -105,7 +105,7 @@ class WholeGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """`optimizer`: the user's optimizer, while its groups still contain the unsharded
+        """`optimizer`: the user's optimizer, whose groups must still contain the unsharded
         parameters. `parameters`: the model's parameters by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = [

@@ -25,8 +25,8 @@ class DropoutRandomness(StrEnum):
     not split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws numbers for its own shard only, seeded from a common draw. Costs 1/N of the
-    random numbers of a single process."""
+    """Each rank draws numbers only for its own shard, with a seed that all ranks draw together.
+    That is 1/N of the numbers that a single process draws."""
     AS_ONE_PROCESS = "as_one_process"
     """Every rank draws the mask of the full activation and uses its own part. The numbers are the
     same as on a single process."""

@@ -1,11 +1,12 @@
-"""OpenTelemetry: traces, metrics and logs of all ranks, sent by OTLP to
+"""OpenTelemetry sink: sends traces, metrics and logs of all ranks by OTLP to
 OTEL_EXPORTER_OTLP_ENDPOINT.
 
 The official SDK creates the telemetry, and its OTLP exporters send it. The delivery thread replaces
 the SDK's batch processors, because these drop a batch that the receiver does not accept in time.
 
 Each rank is a separate resource, with the run's key as an attribute. Numbers become gauges with the
-time of their step; events and warnings become log records; each span becomes a separate trace."""
+time of their step; events and warnings become log records; each span becomes a separate trace.
+"""
 
 from __future__ import annotations
 

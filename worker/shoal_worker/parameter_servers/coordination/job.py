@@ -95,8 +95,8 @@ class Job:
         return newest.world_size if newest is not None else 1
 
     def peers_before(self) -> list[Peer]:
-        """Returns the other peers of the newest generation that were in an earlier generation and
-        can send their state (have a donor address and key), in rank order."""
+        """Returns the other peers of the newest generation, in rank order, if they were in an
+        earlier generation too and can send their state (have a donor address and key)."""
         peers = self._peers_at(slice(None))
         return [
             p
@@ -161,8 +161,8 @@ class Job:
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
-        """Declares the tensors to the coordinator, which assigns them to parameter servers, and
-        waits until all servers are registered.
+        """Declares the tensors to the coordinator, so that it assigns them to parameter servers.
+        Blocks until all servers are registered, and returns the assignment.
 
         Raises:
             ConfigurationError: the job has no parameter servers.

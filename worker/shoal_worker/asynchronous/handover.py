@@ -54,8 +54,8 @@ _PAUSE_S: Final = 0.1
 
 
 class Handover:
-    """Keeps the copy of its state that this worker offers to joiners up to date, and loads the
-    copies that peers offer."""
+    """Maintains the copy of this worker's state that is offered to joiners, and loads the copies
+    that peers offer."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """Replaces the copy that is offered to joiners by a copy of the current state, if enough
+        """Replaces the copy that is offered to joiners with a copy of the current state, if enough
         time has passed since the last copy. Must be called at each step boundary."""
         begun = time.monotonic()
         if begun < self._due_at:

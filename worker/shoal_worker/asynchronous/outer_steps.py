@@ -112,8 +112,8 @@ class OuterSteps:
             step.pushed = self._leases.round_of(step.source.name)
 
     def check_step(self) -> None:
-        """Checks, before a step is finished, that its round is still valid. Aborts the step if the
-        script has left its loop, so that the round's batches were returned to the coordinator.
+        """Checks, before a step is finished, that its round is still valid. If the script has left
+        the loop, the round's batches were returned to the coordinator; the step is then aborted.
 
         Raises:
             PreconditionError: the script has left the loop and has then entered it again, where it

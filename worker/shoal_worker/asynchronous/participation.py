@@ -51,8 +51,8 @@ class Participation:
             self.rest()
 
     def enter(self, clock: int) -> None:
-        """Makes the worker participate, from the iteration on that other workers are about to
-        begin. `clock`: number of iterations that this worker has finished."""
+        """Makes the worker participate. Its first iteration is the one that other workers are about
+        to begin. `clock`: number of iterations that this worker has finished."""
         if self._rests and self._waited_for:
             self._servers.enter(clock)
             self._rests = False

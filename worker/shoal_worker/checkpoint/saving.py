@@ -109,7 +109,8 @@ class CheckpointSaver:
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
         """Returns the saver of `session`, and creates it in the first call. Before this process
-        leaves its job, the saver finishes writing, because the first rank waits for these files."""
+        leaves its job, the saver finishes writing, because the first rank waits for the files of
+        all ranks."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))

@@ -21,8 +21,8 @@ from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
-    """The reduction of one bucket. All ranks must make the same calls of `advance` and `wait`, for
-    their reductions in the same order."""
+    """The reduction of one bucket. All ranks must call `advance` and `wait` for the same reductions
+    in the same order."""
 
     def __init__(self, steps: Steps, result: torch.Tensor) -> None:
         self._steps: Steps | None = steps

@@ -3,9 +3,8 @@ can decode each payload without any other data.
 
 A server either applies a push to a partition completely or rejects it. The compression error is
 therefore recorded only once the server is known to have applied the push, and the next push to that
-partition must not be encoded earlier. As a result, whatever fails, nothing is lost or applied
-twice: the gradients that the server has decoded and applied, plus the residual, equal the sum of
-the original gradients.
+partition must not be encoded earlier. As a result, whatever fails, the gradients that the server
+has decoded and applied, plus the residual, equal the sum of the original gradients of these pushes.
 
 The asynchronous engine sends the payloads. May be used by only one thread at a time.
 """

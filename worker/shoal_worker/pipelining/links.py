@@ -3,7 +3,7 @@ over one process group.
 
 Works with any `torch.distributed.ProcessGroup`, even one that is not registered in torch's world.
 schedule.py ensures that any two ranks send and receive their messages in the same order. Transfers
-therefore need no tags. NCCL does not support tags. Every wait ends when the group times out or is
+therefore need no tags, which NCCL would not support. Every wait ends when the group times out or is
 aborted. A failure aborts the group, so that no other rank is left waiting for this one.
 
 All calls must come from one thread.

@@ -46,7 +46,7 @@ _COMPUTES: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKW
 
 @dataclass(frozen=True)
 class Action:
-    """One step in a rank's order: an action of a certain kind for one stage and micro-batch."""
+    """One action in a rank's order, for one stage and micro-batch."""
 
     kind: Kind
     stage: int

@@ -40,7 +40,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Sum of all fields. This is usually an upper bound of a step's peak, because the fields
+        """Sum of all fields. This is usually an upper bound on a step's peak, because the fields
         need not reach their maximum at the same time."""
         return sum(self.roles().values())
 

@@ -191,7 +191,7 @@ def _cut_memory(
 ) -> Memory:
     """Returns the memory of the rank that uses the most, with units sharded at `stage`. A mirrored
     shard is assumed to be as large as the rank's own. `gathered`: True if all units are unsharded
-    for the entire passes, instead of block by block."""
+    throughout the passes, instead of block by block."""
     apart = [stage is Stage.PARAMETERS or unit.unsharded_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum

@@ -90,8 +90,8 @@ class Passes:
     """Number of operations of the forward and the backward pass together."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """Memory that autograd keeps temporarily during recomputation, for the module with activation
-    checkpointing for which it is largest. Empty if there is no such module."""
+    """Memory that autograd keeps temporarily while a module with activation checkpointing is
+    recomputed, for the module that needs the most. Empty if there is no such module."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
@@ -311,8 +311,8 @@ class _Recorder:
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """Returns the memory that autograd keeps while a module is recomputed, for the module for
-        which it is largest. Must be called within `hooked`."""
+        """Returns the memory that autograd keeps while a module is recomputed, for the module that
+        needs the most. Must be called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():

@@ -60,8 +60,8 @@ _CLEAR = (
 
 
 class ReplicatedEngine(Engine):
-    """Engine for which every rank has a full replica of the model, and which sums gradients in
-    every step."""
+    """Engine for strategies in which every rank has a full replica of the model and gradients are
+    summed in every step."""
 
     keeps_parameters_unsharded = True
 

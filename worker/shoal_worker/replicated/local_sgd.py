@@ -55,8 +55,8 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
-    """Engine for which every rank has a full replica of the model. Between averages, each replica
-    is trained independently."""
+    """Engine of local_sgd: every rank has a full replica of the model, and trains it independently
+    between averages."""
 
     def __init__(self, setup: Setup) -> None:
         """Creates the engine from `setup`, including the options of local_sgd (`RoundOptions`).

@@ -336,7 +336,7 @@ class OuterMomentum:
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the round's average in the parameters by the values with which the next round
+        """Replaces the round's average in the parameters with the values with which the next round
         starts."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():

@@ -55,8 +55,8 @@ class StepTables(Protocol):
         ...
 
     def deliver(self) -> None:
-        """Pushes this rank's share of the last step to the servers, as far as that has not been
-        done yet. Must be called once the step has ended.
+        """Pushes this rank's share of the last step to the servers, unless it has already done so.
+        Must be called once the step has ended.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long.

@@ -1,8 +1,9 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
-The reader only reads, so no other worker has to wait for this worker's position in the run. It
-reads from all servers in parallel, over its own connections. It may be called from any thread,
-including the training thread and the threads that prefetch rows or write checkpoints.
+The reader only reads, so the servers do not treat it as a participating worker, and no other worker
+ever waits for it. It reads from all servers in parallel, over its own connections. It may be called
+from any thread, including the training thread and the threads that prefetch rows or write
+checkpoints.
 """
 
 from __future__ import annotations

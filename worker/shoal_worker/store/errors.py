@@ -21,8 +21,8 @@ class StoreTimeoutError(DeadlineError, DistStoreError):
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):
-    """Raised because the store was aborted: the group that was using it to form has been superseded
-    by a newer one."""
+    """Raised because the store was aborted: the group that was being formed with it has been
+    superseded by a newer one."""
 
 
 class StoreValueError(InvalidRequestError, DistStoreError):

@@ -440,8 +440,8 @@ class RedisStore(Store):
 
 
 class _Abort:
-    """Reason why a store was aborted, if it was, and the callbacks to call then. Only the first
-    reason is kept."""
+    """The reason why a store was aborted (None if it was not), and the callbacks to call when it
+    is. Only the first reason is kept."""
 
     def __init__(self) -> None:
         self.reason: str | None = None

@@ -335,8 +335,8 @@ def _validate(
 
 
 class _Counted:
-    """Validation batches, each returned with its number of samples. The loss function could not
-    determine that number from inputs and targets of arbitrary structure."""
+    """Validation batches, each returned with its number of samples, because that number cannot be
+    determined from inputs and targets of arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches

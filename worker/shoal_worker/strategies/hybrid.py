@@ -123,8 +123,8 @@ class HybridShardedModel(ShardedModel):
     """A model with replicas that span `pipeline_parallel_size` x `tensor_parallel_size` ranks.
     `data_parallel_size`: maximum number of replicas; -1: as many as possible.
 
-    `data_parallel_strategy`: what the replicas shard among each other. "ddp": nothing; each replica
-    has all parameters, gradients and optimizer state. "zero1" shards the optimizer state across the
+    `data_parallel_strategy`: what is sharded across the replicas. "ddp": nothing; each replica has
+    all parameters, gradients and optimizer state. "zero1" shards the optimizer state across the
     replicas, "zero2" also the summed gradients, and "fsdp" also the parameters. "fsdp" gathers the
     parameters for each pass, either block by block or, in a pipeline, for all stages of a rank
     together. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)

@@ -161,7 +161,7 @@ def _newest_step(directory: Path, of_run: str) -> int:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yields the complete records in the last blocks of a file of W&B. A record is stored in one or
+    """Yields the complete records in the last blocks of a W&B file. A record is stored in one or
     more pieces of these types: complete record (1), first piece (2), middle piece (3), last piece
     (4)."""
     with file.open("rb") as opened:

@@ -72,7 +72,7 @@ class Optimizers:
         return state
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads the result of `schedules` on a peer."""
+        """Loads what `schedules` has returned on a peer."""
         _load_settings(self.own, state["groups"])
         if self._steps_here:
             _load_settings(self.on_servers, state["outer_groups"])

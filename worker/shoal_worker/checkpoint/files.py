@@ -454,8 +454,8 @@ def _fill(
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes checkpoints of a run that need not be kept. A failed removal is not an error for the
-    save."""
+    """Removes checkpoints of a run that need not be kept. If a removal fails, the save still
+    succeeds."""
     for path in superseded(_own(directory, run), written, keep):
         if (path / manifest.NAME).is_file():
             remove(path)

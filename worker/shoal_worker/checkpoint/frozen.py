@@ -211,7 +211,7 @@ def link(source: Path, target: Path) -> None:
 def describe_all(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the descriptions of the tensors in `names` that exist."""
+    """Returns the descriptions of those tensors in `names` that are in `tensors`."""
     return {name: describe_values(tensors[name]) for name in names if name in tensors}
 
 

@@ -54,8 +54,8 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns standard normal float32 values in host memory, so that they do not depend on the
-        device."""
+        """Returns standard normal float32 values. They are generated on the host, so that they do
+        not depend on the device."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:

@@ -355,7 +355,7 @@ class ReplicatedEngine(Engine):
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
-            # otherwise the passes may have used invalid values, and their results do not count
+            # otherwise the passes may have used invalid values, and their results are not used
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()

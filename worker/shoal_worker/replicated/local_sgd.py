@@ -339,7 +339,7 @@ class LocalSGDEngine(ReplicatedEngine):
             self._attributes.begin()
 
     def _report_writes(self, step: Step) -> None:
-        """Reports no writes, because ranks' parameters differ within a round anyway."""
+        """Does nothing, because parameters differ between ranks within a round anyway."""
 
     def _undo_writes(self) -> None:
         self._writes.forget()

@@ -378,7 +378,7 @@ class ServerStepTables:
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # results computed from these rows do not count
+                return found  # results computed from these rows are not used
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)

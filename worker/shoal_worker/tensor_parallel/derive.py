@@ -360,7 +360,7 @@ class _Planner:
         )
 
     def _alone(self, path: str, module: nn.Module) -> _Role:
-        """Returns the role of a module that is not part of a block."""
+        """Returns the style of a module that is not part of a block, with the reason."""
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")

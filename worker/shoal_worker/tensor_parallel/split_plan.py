@@ -277,7 +277,7 @@ class Share:
     them."""
 
     def runs(self, module: str) -> bool:
-        """Returns whether this rank runs a module or a part of it."""
+        """Returns whether this rank runs a module, at least in part."""
         return not any(
             module == other or module.startswith(f"{other}.") for other in self.elsewhere
         )

@@ -1,9 +1,9 @@
 """Engine of async_sgd. Each iteration pushes this worker's gradients to the parameter servers and
 pulls the latest values.
 
-With inner steps, an iteration is a round of steps (`outer_steps.py`): the optimizer runs on this
-worker, and the servers run the outer optimizer. This module combines the other modules of the
-package and answers the calls of the model, the optimizer and the session.
+With inner steps, an iteration is a round of steps (`outer_steps.py`): the user's optimizer runs on
+this worker, and the servers run the outer optimizer. This module combines the other modules of the
+package, and implements the interface that the model, the optimizer and the session use.
 
 `strategies/async_sgd.py` describes the consequences for training. Everything here runs on the
 training thread.
@@ -120,8 +120,8 @@ class AsyncEngine(Engine):
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer, declares the tensors to the coordinator, which assigns them to
-        servers, and waits until the servers are ready."""
+        """Attaches the optimizer, and declares the tensors to the coordinator, so that it assigns
+        them to servers. Blocks until the servers are ready."""
         if optimizer is None:
             raise ConfigurationError(
                 'strategy="async_sgd" requires the optimizer, because the servers run it: call '
@@ -219,8 +219,8 @@ class AsyncEngine(Engine):
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
-        """Creates the rounds of inner steps. Also makes this engine lease rounds instead of
-        batches."""
+        """Creates the object that runs rounds of inner steps, and makes this engine lease rounds
+        instead of batches. `steps`: number of steps per round."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
             self._session,
@@ -307,17 +307,18 @@ class AsyncEngine(Engine):
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     def groups_are_read(self) -> None:
-        """Records changes to the optimizer's settings. Must be called whenever the script reads
-        `optimizer.param_groups`."""
+        """Records the changes that have been made to the optimizer's settings. Must be called
+        whenever the script reads `optimizer.param_groups`."""
         if self._optimizers is not None:
             self._optimizers.look()
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Finishes an iteration of this worker, or a step of its round. Returns COMMITTED, or LOST
-        in two cases: the run ended while the job was on hold for lack of workers, or the script
-        left the step's loop in the middle of a round. Raises the same errors as `exchange`."""
+        """Finishes an iteration of this worker or, with inner steps, a step of its round. Returns
+        COMMITTED, or LOST in two cases: the run ended while the job was on hold for lack of
+        workers, or the script left the loop over the step's batches in the middle of a round.
+        Raises the same errors as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler cannot be used with sparse tables, because it does not see the "
@@ -368,8 +369,8 @@ class AsyncEngine(Engine):
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the optimizer's settings and sends them to the servers. With inner steps, also
-        loads momentum and moments. Without inner steps, the servers keep these, so those in a state
-        dict that a synchronous run saved are ignored."""
+        loads momentum and moments. Without inner steps, the servers have these, so momentum and
+        moments in `state`, which a synchronous run has saved, are ignored."""
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(
@@ -383,9 +384,8 @@ class AsyncEngine(Engine):
         leased, pushes the round early instead.
 
         Raises:
-            PreconditionError: called within a step, because the step's gradient belongs to the
-                current values, or within a round of leased batches, because such a round commits as
-                a unit.
+            PreconditionError: called within a step, whose gradient belongs to the current values;
+                or within a round of leased batches, which commits as a unit.
         """
         step = self._session.step
         if step is not None and step.handed_out:
@@ -404,12 +404,17 @@ class AsyncEngine(Engine):
         sent: Mapping[str, torch.Tensor],
         rows: Mapping[int, PushedRows] = MappingProxyType({}),
     ) -> None:
-        """Finishes an iteration: pushes gradients (by tensor name) and rows of tables (by
-        partition), if any, and pulls the latest values.
+        """Finishes an iteration: pushes gradients and rows of sparse tables, if there are any, and
+        pulls the latest values.
+
+        Args:
+            sent: gradients, by tensor name.
+            rows: rows of sparse tables, by partition.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for longer than `server_timeout`.
-            StopTraining: the job was on hold for lack of workers and was then stopped."""
+            StopTraining: the job was on hold for lack of workers and was then stopped.
+        """
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
         step = self._session.step
@@ -454,8 +459,8 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Context for receiving values between steps. On entry, checks whether the script has
-        written to parameters; raises the same errors as `_refuse_writes_between`."""
+        """Context in which values are received between steps. On entry, raises the errors of
+        `_refuse_writes_between` if the script has written to parameters."""
         self._refuse_writes_between()
         try:
             yield
@@ -490,13 +495,14 @@ class AsyncEngine(Engine):
             raise
 
     def batch_begins(self) -> None:
-        """Starts detecting the script's writes to parameters. By now, values that arrived together
-        with the batch's lease are in the module."""
+        """Starts to detect whether the script writes to parameters. Values that may have been
+        pulled while the batch was being leased are already in the module, so they are not mistaken
+        for such writes."""
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Moves a joiner's first loader to the other workers' current epoch. Later calls do
-        nothing."""
+        """On a joiner, moves the first loader that it uses to the epoch that the other workers have
+        reached. Also records the current generation, and keeps the state for joiners up to date."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -575,8 +581,8 @@ class AsyncEngine(Engine):
         self._check_fits(state["model"])
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint before the first step. Servers that already have values keep them;
-        uninitialized servers receive the checkpoint's values."""
+        """Restores a checkpoint before the first step. Servers that already have values keep these;
+        servers without values receive the checkpoint's values."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -627,8 +633,8 @@ class AsyncEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the servers' current values on this rank's device, or this worker's own values
-        before the first step. The module is not changed."""
+        """Returns the servers' current values, on this rank's device. Before the first step,
+        returns this worker's own values. The module is not changed."""
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
             return {name: value.clone() for name, value in own.items()}
@@ -683,13 +689,14 @@ class AsyncEngine(Engine):
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """Ends this worker's participation in the run if the run is stopped while this worker is
-        waiting for rows of a table."""
+        """Ends this worker's participation in the run. Called if the run was stopped while this
+        worker was waiting for rows of a sparse table."""
         self._own.lifecycle.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
         """Raises ConfigurationError if the script has written to parameters since the last step or
-        pull. Within a round, such writes count as part of the round's change."""
+        pull. Within a round, such writes are allowed, because they become part of the round's
+        change."""
         if not self.within_round:
             _refuse(self._writes.overwritten(), "between two steps")
 
@@ -714,8 +721,12 @@ class AsyncEngine(Engine):
 
 
 def _refuse(written: Sequence[str], when: str) -> None:
-    """Raises ConfigurationError if the script has written to parameters. `written`: their names.
-    `when`: when it wrote to them, for the error."""
+    """Raises ConfigurationError if the script has written to parameters.
+
+    Args:
+        written: names of the parameters to which it has written.
+        when: when it did so, for the error.
+    """
     if written:
         raise ConfigurationError(
             f"parameter {written[0]!r} was written {when}; with strategy='async_sgd', the next "
@@ -727,8 +738,9 @@ def _refuse(written: Sequence[str], when: str) -> None:
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """Moves a joiner's loader to the epoch of the other workers. The joiner need not catch up on
-    the batches of that epoch: they are leased to any worker that requests them."""
+    """Moves a joiner's loader to the epoch of the other workers. The joiner does not have to train
+    on the batches of that epoch that others have already trained on: a batch is leased to only one
+    worker."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

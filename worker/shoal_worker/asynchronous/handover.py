@@ -1,18 +1,18 @@
-"""The state that joiners receive from a worker because it is not on the servers: registered
-objects, the optimizers' settings and position in the schedule, buffers, and the module's extra
-state.
+"""The state that a joiner receives from another worker, because the servers do not have it:
+registered objects, the optimizers' settings and position in the schedule, buffers, and the module's
+extra state.
 
 Synchronous training transfers state at step boundaries, while all ranks are stopped. Under
 async_sgd, ranks never stop together, and with ssp a member may be waiting for the very joiner that
-requests its state. Each worker therefore keeps an offer available: a copy made at one of its last
-step boundaries. Its donor threads serve the offer regardless of the training thread
-(elastic/group/transfer.py). An offer is identified by the donor's key, which the coordinator
-reveals only to members.
+requests its state. Each worker therefore offers a copy of its state that was made at one of its
+last step boundaries. Donor threads (elastic/group/transfer.py) send this offer to joiners, even
+while the training thread is busy or waits. To request the offer, a joiner needs the donor's key,
+which the coordinator reveals only to members.
 
-The model's values are not included, because they are on the servers. Buffers are not synchronized
-either: each worker changes its own from its first step on. But all workers start with the same
-buffers and values, even if their scripts have initialized them at random: initial workers receive
-rank 0's buffers, and a joiner receives a peer's. May be used only on the training thread.
+The model's values are not included, because they are on the servers. Buffers are not synchronized:
+from its first step on, each worker changes its own. But all workers start with the same buffers and
+values, even if their scripts initialize these at random: initial workers receive rank 0's buffers,
+and a joiner receives those of a peer. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _PAUSE_S: Final = 0.1
 
 
 class Handover:
-    """Keeps this worker's offer of its state up to date, and loads the offers of peers."""
+    """Maintains the copy of this worker's state that is offered to joiners, and loads the copies
+    that peers offer."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Handover:
         module: nn.Module,
     ) -> None:
         """`registered`, `optimizers`, `module`: this worker's objects. Their state is offered to
-        joiners, and replaced by a peer's state when this worker joins."""
+        joiners. If this worker is a joiner itself, a peer's state is loaded into them."""
         self._donor = donor
         self._job = job
         self._registered = registered
@@ -75,8 +76,8 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """Copies the current state into the offer, if a new copy is due. Must be called at each
-        step boundary."""
+        """Replaces the copy that is offered to joiners with a copy of the current state, if enough
+        time has passed since the last copy. Must be called at each step boundary."""
         begun = time.monotonic()
         if begun < self._due_at:
             return
@@ -97,7 +98,7 @@ class Handover:
         self._due_at = ended + _REST * (ended - begun)
 
     def take(self) -> bool:
-        """Loads a peer's state. Returns False if no peer provided one."""
+        """Loads the state that a peer offers. Returns False if no peer offers one."""
         for peer in self._job.peers_before():
             state = self._state_of(peer)
             if state is not None:
@@ -108,10 +109,10 @@ class Handover:
         return False
 
     def take_first_buffers(self) -> None:
-        """Loads rank 0's buffers and extra state into this worker, which has been in the job from
-        the start. Waits until rank 0 reaches its first step. If that takes longer than the job's
-        patience, or rank 0's process has ended, logs a warning and keeps this worker's own buffers
-        and extra state.
+        """Loads rank 0's buffers and extra state into this worker. Used by workers that have been
+        in the job from the start. Waits until rank 0 reaches its first step. If that takes longer
+        than the job's patience, or rank 0's process has ended, logs a warning and keeps this
+        worker's own buffers and extra state.
 
         Raises:
             StopTraining: this worker should leave.
@@ -145,7 +146,7 @@ class Handover:
         load_captured(self._module, state["extra"])
 
     def _state_of(self, peer: Peer) -> Any:
-        """Returns a peer's offer; None if the peer has none or cannot be reached."""
+        """Returns the state that a peer offers; None if it offers none or cannot be reached."""
         try:
             return self._ask(peer)
         except (UnavailableError, CorruptDataError) as error:
@@ -153,7 +154,7 @@ class Handover:
             return None
 
     def _ask(self, peer: Peer) -> Any:
-        """Requests a peer's offer of its state and returns it. Raises the same errors as
+        """Requests and returns the state that a peer offers. Raises the same errors as
         `take_state`."""
         keys = [peer.donor_key] if self._donor.is_secure else []
         state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)

@@ -19,17 +19,17 @@ from shoal_worker.parameter_servers.options import AsyncOptions, Revision, Serve
 
 
 class Optimizers:
-    """A worker's user optimizer, and the optimizer that the servers run. Both have the same
+    """The user's optimizer of a worker, and the optimizer that the servers run. Both have the same
     parameters."""
 
     def __init__(
         self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
     ) -> None:
-        """`own`: the user's optimizer. `names`: id(parameter) -> its name.
+        """`own`: the user's optimizer. `names`: id(parameter) -> name of the parameter.
 
         Raises:
-            ConfigurationError: the optimizers have different parameters, or the outer one has step
-                hooks; and the errors of `ServerOptimizer`.
+            ConfigurationError: the two optimizers have different parameters, the outer one has step
+                hooks, or `ServerOptimizer` rejects the servers' optimizer.
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
@@ -72,15 +72,16 @@ class Optimizers:
         return state
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads the result of `schedules` on a peer."""
+        """Loads what `schedules` has returned on a peer."""
         _load_settings(self.own, state["groups"])
         if self._steps_here:
             _load_settings(self.on_servers, state["outer_groups"])
         self.schedule.adopt(state["revision"])
 
     def kept_here(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the part of a state dict that this worker loads. Without inner steps, omits
-        momentum and moments, which only a synchronous run has."""
+        """Returns the part of a state dict that this worker loads. Without inner steps, that is
+        everything except momentum and moments: the servers have these, so only a synchronous run
+        can have saved them."""
         return (
             state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
         )
@@ -110,8 +111,8 @@ class Optimizers:
 
 
 def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Loads the settings of parameter groups. Keeps the optimizer's state, because some optimizers
-    create it in their constructor."""
+    """Loads the settings of parameter groups into the optimizer. Leaves its state as it is, because
+    some optimizers create state in their constructor."""
     optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
@@ -119,7 +120,7 @@ def check_same_parameters(
     inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> None:
     """Raises ConfigurationError unless both optimizers have the same parameters. `names`:
-    id(parameter) -> its name."""
+    id(parameter) -> name of the parameter."""
     here, there = (
         {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
     )

@@ -1,14 +1,14 @@
-"""Outer steps: a worker takes several inner steps alone and pushes their total change like one
-gradient.
+"""Outer steps: a worker takes several inner steps alone and pushes their total change as if it were
+one gradient.
 
 (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 algorithm 1; Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, for workers
 that do not wait for one another.)
 
-A *round* consists of the inner steps between two pushes. This module manages a round and its
-values. A round begins with a step. It is either pushed after its last step, or undone if its
-batches are returned to the coordinator. `round_leases.py` leases the batches, and the engine pushes
-the gradient. Everything runs on the training thread.
+A *round* consists of the inner steps between two pushes. This module manages a round and the
+parameters' values in it. A round begins with its first step. It is pushed after its last step or,
+if its batches are returned to the coordinator, undone. `round_leases.py` leases the batches, and
+the engine pushes the gradient. Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """Runs a worker's rounds, one after another. Decides which step ends a round, and when to undo
-    one."""
+    """Runs a worker's rounds, one after another. Decides which step ends a round, and when a round
+    must be undone."""
 
     def __init__(
         self,
@@ -42,9 +42,14 @@ class OuterSteps:
         outer: torch.optim.Optimizer,
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the servers
-        run. `push`: function that pushes the given gradients (tensor name -> gradient), if any, and
-        finishes the iteration."""
+        """Creates the object; the first step begins the first round.
+
+        Args:
+            leases: leases of rounds with `steps` batches each.
+            outer: optimizer that the servers run.
+            push: pushes the given gradients (tensor name -> gradient), if there are any, and
+                finishes the iteration.
+        """
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -63,9 +68,9 @@ class OuterSteps:
         self._round.check_source(source)
 
     def take(self, *, usable: bool) -> None:
-        """Takes an inner step, and pushes the round after its last step. If the push fails, the
-        next call retries it without taking another step. `usable`: False if a GradScaler found the
-        gradients unusable; the step then leaves the parameters unchanged."""
+        """Takes an inner step. After the round's last step, also pushes the round. If the push
+        fails, the next call retries it without taking another step. `usable`: False if a GradScaler
+        found the gradients unusable; the step then leaves the parameters unchanged."""
         step = self._session.step
         source = step.source if step is not None else None
         left_out = False
@@ -81,7 +86,7 @@ class OuterSteps:
         self._push_round(left_out=left_out)
 
     def push_now(self) -> None:
-        """Pushes the round before its last step.
+        """Pushes the round now, although it is not complete.
 
         Raises:
             PreconditionError: the batches of the round are leased, so they must commit together.
@@ -107,12 +112,12 @@ class OuterSteps:
             step.pushed = self._leases.round_of(step.source.name)
 
     def check_step(self) -> None:
-        """Checks, before a step is finished, that its round is still valid. Aborts the step if the
-        round's batches were returned to the coordinator.
+        """Checks, before a step is finished, that its round is still valid. If the script has left
+        the loop, the round's batches were returned to the coordinator; the step is then aborted.
 
         Raises:
-            PreconditionError: the script has left the loop and entered it again, and has received
-            the batch again.
+            PreconditionError: the script has left the loop and has then entered it again, where it
+                has received the batch again.
         """
         step = self._session.step
         if (
@@ -132,9 +137,9 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Undoes the round if its batches have been returned, because the script left its loop or
-        the loop continues with other batches. Returns whether a round was undone. Must be called
-        after batches have been leased."""
+        """Undoes the round if its batches have been returned to the coordinator: the script has
+        left the loop, or the loop continues with batches of another round. Returns whether a round
+        was undone. Must be called each time that batches have been leased."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
@@ -160,8 +165,8 @@ class OuterSteps:
 
 
 class Round:
-    """The inner steps since the last push, with the values before them and their total change so
-    far."""
+    """The inner steps since the last push. Keeps the parameters' values from before the first of
+    these steps."""
 
     def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
         """`tensors`: trained tensors. `steps`: number of steps per round. The first step allocates
@@ -191,8 +196,9 @@ class Round:
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the round's batches have been returned to the coordinator: they come from
-        `loader`, but the loader's current round, `batches`, is a different one or None."""
+        """Returns whether the round's batches have been returned to the coordinator. `batches`: the
+        current round of `loader`. If this round's batches come from `loader` but are not `batches`,
+        they have been returned."""
         return (
             self.steps > 0
             and self._source is not None
@@ -222,9 +228,9 @@ class Round:
         *,
         usable: bool,
     ) -> bool:
-        """Takes one inner step of the round with these batches. Returns whether it was the round's
-        last step. `usable`: False if a GradScaler found the gradients unusable; the step then
-        leaves the parameters unchanged."""
+        """Takes one inner step of the round. `batches`: the round's batches. `usable`: False if a
+        GradScaler found the gradients unusable; the step then leaves the parameters unchanged.
+        Returns whether the step was the round's last one."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -256,11 +262,12 @@ class Round:
         publish(self._tensors)
 
     def outer_gradients(self) -> Mapping[str, torch.Tensor]:
-        """Returns the gradients that a finished round pushes: initial minus final values, flat and
+        """Returns the gradients to push for a finished round: initial minus final values, flat and
         in host memory, by tensor name. Repeated calls return the same tensors.
 
         Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
+            InvalidRequestError (GRADIENT_NOT_FINITE): there are NaN or infinite values; the message
+                names the parameter.
         """
         assert self._outer is not None, "it is over"
         check_outer_gradients(self._outer, steps=self.steps)
@@ -274,7 +281,7 @@ class Round:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores the values from the beginning of the round, because its batches will be leased
+        """Discards the round and restores the values from its beginning. Its batches will be leased
         again."""
         if not self.is_over:
             for tensor in self._tensors:

@@ -1,9 +1,9 @@
-"""Participation of this worker. With ssp and bsp, workers wait for every worker that participates,
-but not for one that rests.
+"""Tracks whether this worker participates or rests. Under ssp and bsp, workers wait for every
+worker that participates, but not for workers that rest.
 
 A worker participates while it has a batch; the engine tracks its batches. The servers keep the
-clocks that determine which workers wait. With asp no worker waits, so this module does not call the
-servers. May be used only on the training thread.
+clocks that determine which workers wait. Under asp, no worker waits, so this module does not call
+the servers. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from shoal_worker.parameter_servers.servers import ParameterServers
 
 
 class Participation:
-    """Tracks whether this worker participates. It rests until its first batch."""
+    """This worker's participation. The worker rests until its first batch."""
 
     def __init__(self, servers: ParameterServers, *, waited_for: bool) -> None:
-        """`waited_for`: True if other workers wait for this one (ssp and bsp)."""
+        """`waited_for`: True if other workers may have to wait for this one (ssp and bsp)."""
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True
@@ -27,7 +27,7 @@ class Participation:
 
     @property
     def rests(self) -> bool:
-        """True if no other worker waits for this one."""
+        """True if the worker rests, so that no other worker waits for it."""
         return self._rests
 
     def rest(self) -> None:
@@ -38,8 +38,9 @@ class Participation:
             self._rests = True
 
     def rest_after_push(self, at_hand: bool) -> None:
-        """Sets whether the worker rests after its next push. `at_hand`: True if it has a batch in
-        progress, which it still pushes; if False, the caller must call `rest` instead."""
+        """Makes the worker rest after its next push if `at_hand` is True, because it has a batch in
+        progress that it still pushes. If `at_hand` is False, there is no such push, and the caller
+        must call `rest` instead."""
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
@@ -50,8 +51,8 @@ class Participation:
             self.rest()
 
     def enter(self, clock: int) -> None:
-        """Makes the worker participate, starting with the iteration that other workers are about to
-        begin. `clock`: number of iterations that this worker has finished."""
+        """Makes the worker participate. Its first iteration is the one that other workers are about
+        to begin. `clock`: number of iterations that this worker has finished."""
         if self._rests and self._waited_for:
             self._servers.enter(clock)
             self._rests = False

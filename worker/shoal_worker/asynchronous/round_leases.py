@@ -2,8 +2,8 @@
 together (outer_steps.py).
 
 To the coordinator and the servers, a round is one batch with its own key. A worker that takes over
-a failed worker's round trains on the same batches and pushes under the same key, so each batch
-counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
+a failed worker's round trains on the same batches and pushes under the same key. Each partition
+therefore applies each batch only once (docs/explanation/parameter-servers.md#outer-steps).
 
 This module does not access the model's values. Everything runs on the training thread, except for
 `CoordinatorLeases`, which has threads of its own.
@@ -31,12 +31,12 @@ class _Dealt:
 
 
 class RoundLeases:
-    """Leases a round's batches one at a time. The underlying source leases entire rounds: each of
-    its batches is a round here."""
+    """Gives the loader the batches of a round one at a time, from leases of entire rounds: the
+    underlying source treats each round as one batch."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
-        """`rounds`: source of rounds. `steps`: number of batches in a round; an epoch's last round
-        may have fewer."""
+        """`rounds`: source that leases rounds. `steps`: number of batches in a round; the last
+        round of an epoch may have fewer."""
         self._rounds = rounds
         self._steps = steps
         self._dealt: dict[str, _Dealt] = {}
@@ -51,10 +51,10 @@ class RoundLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Leases batches, possibly fewer than wanted (`LeaseSource.lease`). They all belong to the
-        same round until that round is pushed. If the script leaves the loop in the middle of a
-        round, the entire round is returned, including the batch in progress, unless this is the
-        round's last batch."""
+        """Leases batches as `LeaseSource.lease` does, possibly fewer than wanted: all of them
+        belong to the same round until that round is pushed. If the script leaves the loop in the
+        middle of a round, the entire round is given up, including the batch in progress, unless
+        that batch is the round's last one."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)
@@ -96,24 +96,24 @@ class RoundLeases:
         return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
 
     def round_of(self, loader: str) -> range | None:
-        """Returns the batches of the loader's current round; the object stays the same throughout
-        the round. Returns None if the loader is not in a round, or its round was reassigned."""
+        """Returns the batches of the loader's current round. Throughout a round, this is the same
+        object. Returns None if the loader has no current round, for example because its batches
+        were returned."""
         dealt = self._dealt.get(loader)
         return None if dealt is None else dealt.round
 
     def at_hand(self, loader: str) -> int:
-        """Returns the key of the loader's current round, for the servers
-        (`LeaseSource.at_hand`)."""
+        """Returns the key under which the loader's current round is pushed (`LeaseSource.at_hand`).
+        """
         return self._rounds.at_hand(loader)
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """Returns the newest epoch that any worker has reached in the loader
+        """Returns the latest epoch of the loader that any worker has begun
         (`LeaseSource.newest_epoch`)."""
         return self._rounds.newest_epoch(loader, epoch)
 
     def is_idle(self, loader: str) -> bool:
-        """Returns whether this worker has no round of the loader in progress
-        (`LeaseSource.is_idle`)."""
+        """Returns whether this worker has no leased round of the loader (`LeaseSource.is_idle`)."""
         return self._rounds.is_idle(loader)
 
     def close(self) -> None:

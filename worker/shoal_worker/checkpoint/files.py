@@ -74,7 +74,7 @@ class Checkpoint:
     state: Any
     """The state. Its tensors are on the CPU and own their memory."""
     rows: SavedRows
-    """Rows of sparse tables. Their files exist, but have not been read."""
+    """Rows of sparse tables. Their files exist but have not been read yet."""
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -222,9 +222,9 @@ def mark_stopped_early(path: Path, loader: str) -> None:
 
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
     """Returns the checkpoint of the highest step in `directory`, or None if there is no checkpoint
-    or no such directory. `run`: only a checkpoint of this run counts; None: any run.
+    or no such directory. `run`: considers only checkpoints of this run; None: of any run.
 
-    A checkpoint whose run cannot be read counts as belonging to `run`.
+    A checkpoint whose run cannot be read is treated as one of `run`.
     """
     newest_first = sorted(_checkpoints(directory), reverse=True)
     return next(
@@ -245,8 +245,8 @@ def best(directory: Path) -> Path | None:
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
-    """Raises ConfigurationError if `directory` contains a checkpoint of a different run with a step
-    after `step`, because that checkpoint would remain the newest."""
+    """Raises ConfigurationError if `directory` contains a checkpoint of a different run whose step
+    is later than `step`: that checkpoint would remain the newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
@@ -263,9 +263,9 @@ def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Che
     in place of the others.
 
     Raises:
-        CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
-            from a newer release (FILE_NEWER); or the values from `given` differ from the values
-            that the checkpoint refers to (BASE_MODEL_DIFFERS).
+        CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), was not written by Shoal
+            (FILE_FOREIGN), or was written by a newer release (FILE_NEWER); or the values from
+            `given` differ from those that the checkpoint refers to (BASE_MODEL_DIFFERS).
     """
     content = read_manifest(path)
     try:
@@ -293,8 +293,8 @@ def read_checkpoint(path: Path, given: Given = dict, *, needed: str = "") -> Che
 
 
 def rows_of(path: Path) -> SavedRows:
-    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`). Their files exist, but
-    have not been read.
+    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`). Checks that their files
+    exist, but does not read them.
 
     Raises:
         CorruptDataError: as in `read_checkpoint`.
@@ -404,8 +404,8 @@ def _average(
 
 
 def _by_part(snapshot: Snapshot, frozen: Frozen) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns, for each top-level key, the tensors that are not frozen, by their name in that key's
-    file."""
+    """Returns the tensors that are not frozen, for each top-level key, under the names that they
+    have in that key's file."""
     if not isinstance(snapshot.structure, Mapping) or not all(
         _PART.fullmatch(key) for key in snapshot.structure
     ):
@@ -454,8 +454,8 @@ def _fill(
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes checkpoints of a run that need not be kept. A failed removal is not an error for the
-    save."""
+    """Removes checkpoints of a run that need not be kept. If a removal fails, the save still
+    succeeds."""
     for path in superseded(_own(directory, run), written, keep):
         if (path / manifest.NAME).is_file():
             remove(path)
@@ -497,8 +497,8 @@ def best_of(
 
 
 def _with_known_metric(directory: Path, info: CheckpointInfo) -> CheckpointInfo:
-    """Returns `info`. If it has no metric, adds the metric of the checkpoint that it replaces,
-    because that metric was measured on the same state."""
+    """Returns `info`. If it has no metric and replaces a checkpoint that has one, adds that metric,
+    because it was measured on the same state."""
     replaced = _info_of(directory / f"step-{info.step}")
     if info.metric is not None or replaced is None or replaced.run != info.run:
         return info

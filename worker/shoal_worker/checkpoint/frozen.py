@@ -1,8 +1,9 @@
 """Frozen parameters in checkpoints: their values are written once, or not at all.
 
-A parameter that did not require gradients at `as_distributed` is frozen for a checkpoint if its
-values have not changed since the previous save. A script may write to such a parameter too (a
-target network, a moving average), so each save compares digests of all values.
+A parameter is frozen for a checkpoint if it did not require gradients when `as_distributed` was
+called, and its values have not changed since the previous save. A script may write to such
+parameters itself (a target network, a moving average), so each save compares digests of their
+values.
 
     step-1200/
       checkpoint.json                                  under "frozen": dtype, shape and digest of
@@ -49,7 +50,7 @@ KEY: Final = "frozen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """The frozen parameters of one checkpoint, and the location of their values."""
+    """The frozen parameters of one checkpoint, and how and where their values are stored."""
 
     mode: FrozenMode = "write"
     tensors: Mapping[str, Described] = field(default_factory=dict)
@@ -63,8 +64,8 @@ class Frozen:
         return frozenset(self.tensors if self.mode == "write" and self.source is None else ())
 
     def file_name(self, number: int, count: int) -> str:
-        """Returns the name of a file, without its suffix. `number`: number of the file, counted
-        from 0."""
+        """Returns the name of a file, without its suffix. `number`: index of the file, from 0.
+        `count`: number of files."""
         return f"frozen-{_identity(self.tensors)}-{number + 1:05d}-of-{count:05d}"
 
     def sent(self) -> bytes:
@@ -79,8 +80,9 @@ class Frozen:
         return cls(mode=mode, tensors=tensors, source=None if source is None else Path(source))
 
     def entry(self, temporary: Path, files: Files) -> dict[str, Any]:
-        """Returns the manifest's entries for the frozen parameters. First links the earlier
-        checkpoint's files, if there is one, into the directory `temporary`. `files`: the new files.
+        """Returns the manifest's entries for the frozen parameters. If an earlier checkpoint has
+        the values, first links its files into the directory `temporary`. `files`: entries of the
+        files that this save has written.
 
         Raises:
             OSError: the disk is full or failing.
@@ -99,7 +101,7 @@ NOTHING: Final = Frozen()
 
 
 class FrozenValues:
-    """Decides at each save which parameters are frozen. Each session's checkpoint saver has one."""
+    """Decides at each save which parameters are frozen. Each `CheckpointSaver` has one instance."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, Described] | None = None
@@ -108,8 +110,8 @@ class FrozenValues:
         """Names of parameters whose values have changed between two saves."""
 
     def state_replaced(self) -> None:
-        """Treats the loaded checkpoint's values as frozen, no matter which values the script
-        created."""
+        """Records that a checkpoint has been loaded, so that the next save does not mistake the
+        difference from the script's initial values for a change."""
         self._last = {}
 
     def decide(
@@ -145,8 +147,9 @@ def given_values(
     given: Mapping[str, torch.Tensor],
     needed: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Returns copies of the values that a checkpoint refers to. `given`: the caller's values.
-    `needed`: prefix of the names to copy; the result has meta tensors for all other names.
+    """Returns copies of the frozen parameters' values that a checkpoint refers to but does not
+    contain. `given`: the values that the caller provides. `needed`: prefix of the names to copy;
+    the result has meta tensors for all other names.
 
     Raises:
         CorruptDataError (BASE_MODEL_DIFFERS): values are missing or differ.
@@ -179,7 +182,7 @@ def _identity(tensors: Mapping[str, Described]) -> str:
 
 
 def _has(checkpoint: Path | None, tensors: Mapping[str, Described]) -> bool:
-    """Returns whether a checkpoint's files contain exactly these values."""
+    """Returns whether the files of `checkpoint` contain exactly these frozen values."""
     if checkpoint is None or not tensors:
         return False
     try:
@@ -208,7 +211,7 @@ def link(source: Path, target: Path) -> None:
 def describe_all(
     tensors: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the descriptions of the tensors in `names` that exist."""
+    """Returns the descriptions of those tensors in `names` that are in `tensors`."""
     return {name: describe_values(tensors[name]) for name in names if name in tensors}
 
 

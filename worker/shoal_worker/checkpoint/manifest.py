@@ -99,12 +99,12 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path, name: str, about: Mapping[str, Any]) -> Iterator[Any]:
-    """Opens `path/name.safetensors` if the file matches `about`, the result of `write_tensors`, and
-    yields the library's `safe_open`. Its tensors are invalid afterwards, because the library maps
-    the file into memory.
+    """Opens `path/name.safetensors` with the library's `safe_open` and yields the result. The
+    library maps the file into memory, so the tensors are invalid once the context has ended.
+    `about`: the result of `write_tensors`.
 
     Raises:
-        CorruptDataError: the file does not match or cannot be read.
+        CorruptDataError: the file does not match `about` or cannot be read.
     """
     file = verify_file(path, name, about)
     try:
@@ -157,8 +157,8 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9
 
 
 def make_temporary(parent: Path, name: str) -> Path:
-    """Creates an empty temporary directory, used for writing or removing the directory
-    `parent/name`. Raises OSError."""
+    """Creates an empty temporary directory in `parent`, in which `parent/name` is written or
+    removed. Raises OSError."""
     path = _temporary_path(parent, name)
     path.mkdir()
     return path
@@ -293,7 +293,7 @@ class CheckpointInfo:
     """Number of optimizer steps that the run had committed; part of the directory's name."""
     strategy: str
     world_size: int
-    """Number of ranks when the checkpoint was saved. It can be loaded with any number of ranks."""
+    """Number of ranks that saved the checkpoint. Any number of ranks can load it."""
     generation: int
     """Generation that saved the checkpoint."""
     run: str = ""
@@ -306,8 +306,8 @@ class CheckpointInfo:
     """Direction of `metric`: "min" if smaller values are better, "max" if larger values are; empty
     if there is no metric."""
     stopped_early: str = ""
-    """Name of the loader whose `epochs()` loop ended after this step because of
-    `should_early_stop`; empty if no loop did."""
+    """Name of the loader whose `epochs()` loop `should_early_stop` ended after this step; empty if
+    early stopping ended none."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """Release of Shoal that wrote the checkpoint."""
 
@@ -336,8 +336,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the content of an undamaged manifest.
 
     Raises:
-        CorruptDataError: the manifest is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
-            from a newer release (FILE_NEWER).
+        CorruptDataError: the manifest is damaged (FILE_CORRUPT), was not written by Shoal
+            (FILE_FOREIGN), or was written by a newer release (FILE_NEWER).
     """
     try:
         content = (path / NAME).read_bytes()
@@ -390,8 +390,8 @@ def info_in(content: Mapping[str, Any], path: Path | str) -> CheckpointInfo:
 
 
 def digest_of(path: Path) -> str:
-    """Returns a digest that identifies the checkpoint in `path`, because its manifest contains the
-    digests of all files. Returns an empty string if the manifest cannot be read."""
+    """Returns a digest that identifies the checkpoint in `path`: the digest of its manifest, which
+    contains the digests of all files. Returns an empty string if the manifest cannot be read."""
     try:
         return _file_digest(path / NAME)
     except OSError:

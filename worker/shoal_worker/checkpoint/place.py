@@ -1,9 +1,9 @@
-"""Places for a script's checkpoints: a directory, or an object store with a local staging
+"""Location of a script's checkpoints: a directory, or an object store with a local staging
 directory.
 
 A checkpoint for `s3://bucket/run` is first written to `<staging>/<digest of the URL>/run-<id>/`,
 and downloaded to that directory before it is read. The object store determines which checkpoints
-exist: `resume` never reads a local one that is missing in the object store.
+exist: `resume` never reads a local checkpoint that the object store does not have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Directory or URL for checkpoints, as named by a script."""
+    """The directory or URL that a script has named for its checkpoints."""
 
     named: str
     """Path or URL, as the script passed it."""
@@ -45,7 +45,7 @@ class Place:
         """Returns the place that a script named, without creating it.
 
         Raises:
-            ConfigurationError: an invalid URL, or the package for it is missing.
+            ConfigurationError: the URL is invalid, or the package that it requires is missing.
         """
         if not is_url(named):
             # absolute: the script may change its directory while the writer works
@@ -74,18 +74,19 @@ class Place:
 
     def check(self, step: int, run: str) -> None:
         """Raises ConfigurationError if the object store contains a checkpoint of a different run
-        with a step after `step`. Also raises the errors of `ObjectFolder`. Does nothing for a
-        directory."""
+        whose step is later than `step`. Also raises the errors of `ObjectFolder`. Does nothing if
+        this place is a directory."""
         if self.url is not None:
             self.remote().check_place(step, run)
 
     def readable(self, run: str | None = None) -> Path:
-        """Returns a directory whose newest checkpoint is the newest one in this place. Downloads
-        that checkpoint if this place has a URL. `run`: only a checkpoint of this run counts; None:
-        any run.
+        """Returns a directory whose newest checkpoint is the newest one in this place. If this
+        place has a URL, downloads that checkpoint first. `run`: considers only checkpoints of this
+        run; None: of any run.
 
-        Raises the errors of `RemoteCheckpoints.fetch`, and ConfigurationError if the URL names a
-        single checkpoint.
+        Raises:
+            ConfigurationError: the URL names a single checkpoint.
+            Exception: as in `RemoteCheckpoints.fetch`.
         """
         if self.url is None:
             return self.directory
@@ -107,14 +108,13 @@ class Place:
 
 
 def check_same_place(what: str, kind: str, named: Sequence[str]) -> None:
-    """Raises ConfigurationError if ranks have named different places in a call. A relative path may
-    name a different place on each machine.
+    """Raises ConfigurationError if the ranks have named different places in a call. A relative path
+    may be a different place on each machine.
 
-    what: the call.
-
-    kind: "directory" or "path".
-
-    named: the place that each rank passed, in rank order.
+    Args:
+        what: name of the call.
+        kind: "directory" or "path".
+        named: the place that each rank has named, in rank order.
     """
     other = next((rank for rank, each in enumerate(named) if each != named[0]), None)
     if other is not None:
@@ -129,9 +129,9 @@ def check_same_place(what: str, kind: str, named: Sequence[str]) -> None:
 def downloaded(
     named: str | Path, settings: WorkerSettings, *, best: bool = False
 ) -> Iterator[Path]:
-    """Yields the local path of a checkpoint, or of a directory of checkpoints, which can be read
-    within the context. For a URL, downloads one checkpoint. If the URL does not name a checkpoint,
-    that is the newest one or, with `best`, the best one.
+    """Yields a local path that can be read within the context. For a local path, yields the path
+    itself. For a URL, downloads one checkpoint to a temporary directory: the one that the URL names
+    or, if it names a folder of checkpoints, the newest one in it (with `best`, the best one).
 
     Raises:
         ConfigurationError: there is no such checkpoint.
@@ -171,7 +171,7 @@ def _step(name: str) -> int:
 
 def _set_aside_after(path: Path) -> None:
     """Renames local checkpoints that are newer than `path`, the newest checkpoint in the object
-    store. Because the storage does not have them, they must be neither read nor uploaded."""
+    store. Because the object store does not have them, they must be neither read nor uploaded."""
     for other in complete_in(path.parent):
         if _step(other.name) > _step(path.name):
             aside = other.with_name(f"not-uploaded-{other.name}")

@@ -8,10 +8,11 @@
         checkpoint.json         written last, removed first
 
 Nothing is renamed, because an object store cannot rename objects. A process that dies during an
-upload leaves a folder without a manifest, which does not count as a checkpoint. The next upload of
-the same run removes such folders. A listing may be out of date, but objects are not: `newest.json`
-finds a checkpoint that the listing lacks, and a folder counts only if its manifest can be read.
-`uploads.py` and `saving.py` decide which rank uploads, and when.
+upload leaves a folder without a manifest, which is not a checkpoint. The next upload of the same
+run removes such folders. Reading an object always returns its current content, but a listing may be
+out of date. Therefore, `newest.json` names a checkpoint that the listing may lack, and a listed
+folder is ignored unless its manifest can be read. `uploads.py` and `saving.py` decide which rank
+uploads, and when.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ T = TypeVar("T")
 
 
 class _NoValue:
-    """Marks the end of the values."""
+    """Type of the marker that ends an iteration."""
 
 
 _NO_VALUE: Final = _NoValue()
@@ -84,7 +85,7 @@ class RemoteCheckpoints:
 
     def newest(self, run: str | None = None) -> str | None:
         """Returns the name of the complete checkpoint with the highest step; None if there is none.
-        `run`: only a checkpoint of this run counts; None: any run."""
+        `run`: considers only checkpoints of this run; None: of any run."""
         return next(
             (
                 name
@@ -104,8 +105,8 @@ class RemoteCheckpoints:
         return best_of([(name, info) for name, info in found if info is None or info.run == run])
 
     def check_place(self, step: int, run: str) -> None:
-        """Raises ConfigurationError if there is a checkpoint of a different run with a step after
-        `step`, because that checkpoint would remain the newest."""
+        """Raises ConfigurationError if there is a checkpoint of a different run whose step is later
+        than `step`: that checkpoint would remain the newest."""
         for name, info in self._described():
             if not run or _step_of(name) <= step:
                 return
@@ -166,7 +167,8 @@ class RemoteCheckpoints:
     ) -> None:
         """Uploads the complete checkpoint in the directory `local` under the same name, the
         manifest last. Replaces an older checkpoint of the same step. Then removes checkpoints of
-        the same run that need not be kept, and incomplete uploads of the run's dead processes.
+        the same run that need not be kept, and incomplete uploads that dead processes of the run
+        left behind.
 
         Args:
             fence: raises if this process may no longer publish.
@@ -213,8 +215,8 @@ class RemoteCheckpoints:
         return self.folder.child(name) if name and same else None
 
     def _prune(self, written: str, run: str, keep: int) -> None:
-        """Removes checkpoints that need not be kept. A failed removal is not an error for the
-        upload."""
+        """Removes checkpoints that need not be kept. If a removal fails, the upload still succeeds.
+        """
         try:
             own = [
                 (name, info)
@@ -245,8 +247,8 @@ class RemoteCheckpoints:
             return False
 
     def _remove(self, name: str) -> None:
-        """Removes a checkpoint, the manifest first, so that an incomplete checkpoint never counts
-        as one."""
+        """Removes a checkpoint. Removes its manifest first, so that the remaining files are not
+        mistaken for a checkpoint."""
         folder = self.folder.child(name)
         folder.remove([NAME])
         folder.remove(each for each in folder.names() if each != _UPLOADING)
@@ -321,7 +323,8 @@ def _files_in(content: Mapping[str, Any], path: Path | str) -> dict[str, int]:
 
 
 def _has(target: Path, content: bytes, files: Mapping[str, int]) -> bool:
-    """Returns whether a directory contains the checkpoint with this manifest."""
+    """Returns whether a directory contains the checkpoint with this manifest. `content`: the
+    manifest's bytes. `files`: size of each file, by name."""
     try:
         return (target / NAME).read_bytes() == content and all(
             (target / name).stat().st_size == size for name, size in files.items()

@@ -132,9 +132,12 @@ class SavedRows:
 
     @classmethod
     def of(cls, path: Path, content: Mapping[str, Any]) -> SavedRows:
-        """Creates an instance from `content`, a manifest. Raises CorruptDataError if a file is
-        missing or has a different size, and KeyError, TypeError, ValueError or AttributeError if
-        the manifest is invalid."""
+        """Creates an instance from a manifest.
+
+        Raises:
+            CorruptDataError: a file is missing or has a different size.
+            KeyError, TypeError, ValueError, AttributeError: the manifest is invalid.
+        """
         saved = cls(path=path, tables=content.get("rows", {}))
         for table in saved.tables:
             for number in range(saved._buckets(table)):
@@ -218,8 +221,8 @@ class SavedRows:
             verify_file(self.path, *self._file(table, number))
 
     def _made(self, table: str, number: int, buckets: int) -> BucketImage:
-        """Returns one bucket of a table whose number of buckets differs from the number in the
-        checkpoint, from all files that may contain its ids."""
+        """Assembles one bucket of a table whose number of buckets differs from that in the
+        checkpoint. Reads all files that may contain ids of this bucket."""
         before = self._buckets(table)
         step = math.gcd(before, buckets)
         parts = []
@@ -271,7 +274,7 @@ class _InFile:
 
 @dataclass(frozen=True)
 class _Made:
-    """A `StoredBucket` formed from other buckets."""
+    """A `StoredBucket` assembled from the rows of other buckets."""
 
     data: EncodedBucket
 

@@ -5,8 +5,8 @@ thread. If the state is sharded, each rank copies and writes its own part, and t
 completes the checkpoint. Otherwise the first rank that has the state does everything. Rows of
 sparse tables are read from the servers: under ddp by all ranks, before a save returns; under
 async_sgd by the writer's thread. To resume, one rank reads the checkpoint and sends the state to
-the other ranks, in the same way as to a joiner. A rank that has been removed from the job cannot
-publish a checkpoint (`fence`).
+the other ranks, in the same way as to a joiner. Before a checkpoint is published, a callback
+(`fence`) raises an error if the rank has been removed from the job.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ class CheckpointSaver:
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """Returns the saver of `session`. Before this process leaves its job, the saver finishes
-        writing its copies, because the first rank waits for these files."""
+        """Returns the saver of `session`, and creates it in the first call. Before this process
+        leaves its job, the saver finishes writing, because the first rank waits for the files of
+        all ranks."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))
@@ -240,11 +241,11 @@ class CheckpointSaver:
             self._memory = {}
 
     def _check_storage(self, session: Session, place: Place, channel: Channel) -> None:
-        """Checks before a run's first save to a URL that the first rank can use the object store
-        and may save there. Must be called on all ranks, within an operation.
+        """Checks, before a run's first save to a URL, that the first rank can use the object store
+        and may save to this URL. Must be called on all ranks, within an operation.
 
         Raises:
-            ShoalError: the rank may not save to this URL, or the storage fails; raised on all
+            ShoalError: the rank may not save to this URL, or the object store failed; raised on all
                 ranks.
         """
         if place.url is None:
@@ -265,8 +266,8 @@ class CheckpointSaver:
         fence: Callable[[], None],
     ) -> Callable[[], None]:
         """Returns a function that starts uploading the checkpoints that this process has completed
-        in `directory`. Must be called on the training thread; the returned function must be called
-        on the writer's thread."""
+        in `directory`. This method must be called on the training thread, and the function on the
+        writer's thread."""
         if place.url is None:
             self._uploads = None
             return lambda: None
@@ -282,7 +283,7 @@ class CheckpointSaver:
         return partial(uploads.changed, keep=keep, fence=fence)
 
     def is_written(self, session: Session, place: Place, name: str) -> bool:
-        """Waits until no rank is saving, and returns whether the first rank sees checkpoint `name`
+        """Waits until no rank is saving, and returns whether the first rank finds checkpoint `name`
         on its disk. Returns True if this process does not save, for example because it is joining.
         Must be called on every rank, after `save`."""
         path = place.local(session.run) / name
@@ -301,13 +302,14 @@ class CheckpointSaver:
         in_company(channel, self._writer.done_within)
 
     def free_memory(self) -> None:
-        """Frees the memory of the newest copy. The next save takes longer."""
+        """Frees the memory of the newest copy of the state. The next save takes longer, because it
+        cannot reuse that memory."""
         self._memory = {}
 
     def give_up_incomplete(self, channel: Channel) -> None:
-        """Waits for all shards that are still being written, and abandons a save with a missing
-        shard. A shard is missing if its rank found the state lost before finishing the save. Must
-        be called on all ranks, within an operation."""
+        """Waits for the shards that are still being written, and then abandons the current save if
+        a shard is missing: its rank had lost the state before it could finish the save. Must be
+        called on all ranks, within an operation."""
         in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
         self._given_up.set()
 
@@ -354,9 +356,9 @@ class CheckpointSaver:
             session.missed = f"the last checkpoint was not saved: {failed}"
 
     def _mark_early_stop(self, session: Session) -> None:
-        """Records in the newest checkpoint that early stopping ended the loop over epochs after
-        that step. This is done afterwards because a script usually saves before it asks whether to
-        stop."""
+        """Records in the newest checkpoint that early stopping ended the loop over epochs after the
+        checkpoint's step. The save itself cannot record this, because a script usually saves before
+        it calls `should_early_stop`."""
         loader = session.early_stop.ended(step=session.steps)
         if not loader or self._completed is None or session.has_left:
             return
@@ -397,7 +399,7 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class _Elsewhere:
-    """A checkpoint that a different rank completes."""
+    """A checkpoint that another rank completes."""
 
     path: Path
     member: str
@@ -408,11 +410,11 @@ class _Elsewhere:
     """True if the checkpoint must also be in an object store."""
 
     def wait(self, session: Session) -> None:
-        """Waits until the checkpoint exists (and is uploaded), or until this rank cannot determine
-        whether it exists. Must be called on the writer's thread.
+        """Waits until the checkpoint exists and, if it is uploaded, until its upload is complete.
+        Returns early if this rank cannot find out. Must be called on the writer's thread.
 
         Raises:
-            UnavailableError: the member has left without completing the checkpoint
+            UnavailableError: the other member has left without completing the checkpoint
                 (CHECKPOINT_NOT_WRITTEN), or without uploading it (CHECKPOINT_NOT_UPLOADED).
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
@@ -448,8 +450,8 @@ class _Elsewhere:
 
 @dataclass
 class _Copy:
-    """One save's copy of the state. The copy is repeated if the membership changes while it is
-    made."""
+    """The copy of the state that one save makes. If the membership changes meanwhile, the copy is
+    made again."""
 
     session: Session
     directory: Path
@@ -457,8 +459,8 @@ class _Copy:
     frozen: FrozenMode
     values: FrozenValues
     whole: dict[str, Any] | None = None
-    """The complete state, on the first rank; it shares memory with the training state. None on
-    other ranks."""
+    """The complete state, on the first rank. Its tensors share memory with the state in training.
+    None on other ranks."""
     shards: Shards | None = None
     """This rank's part of the state, if the state is written in shards; otherwise None."""
     temporary: Path | None = None
@@ -474,9 +476,9 @@ class _Copy:
     otherwise None."""
 
     def take(self, channel: Channel, memory: dict[str, torch.Tensor]) -> None:
-        """Performs one rank's part of the operation: copies the state. `drop` must have discarded
-        any earlier attempt. `memory`: tensors of an earlier copy; shards use their memory
-        again."""
+        """Performs one rank's part of the operation: copies the state. If there was an earlier
+        attempt, `drop` must have been called. `memory`: tensors of an earlier copy, whose memory
+        shards reuse."""
         part, unfit = self.session.part(channel) if self.sharded is not False else None, ""
         if part is not None and self._make_room(channel):
             if channel.rank == 0:
@@ -521,16 +523,16 @@ class _Copy:
         )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """Returns the argument `rows` of `write_checkpoint`. If other workers continue to train the
-        rows, that function reads the rows when the checkpoint is written."""
+        """Returns the function to pass to `write_checkpoint` as `rows`. If other workers continue
+        to train the rows, that function reads the rows when the checkpoint is written."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}
         return lambda temporary: described(store, [write_rows(temporary, store)])
 
     def _take_rows(self, channel: Channel) -> None:
-        """Writes the rows of tables before the next step changes them; each rank writes its share.
-        If not all ranks see the directory, the first rank writes all rows."""
+        """Writes the rows of sparse tables before the next step changes them. Each rank writes its
+        share; if not all ranks see the same directory, the first rank writes all rows."""
         store = self.session.row_store
         if store is None or not store.steady or _holds_nothing_new(self.session):
             return
@@ -593,7 +595,8 @@ class _Copy:
         return ""
 
     def _make_room(self, channel: Channel) -> bool:
-        """Creates the shared directory on the first rank. Returns False if not all ranks see it."""
+        """Creates the temporary directory on the first rank. If not all ranks see it, returns
+        False, or raises ConfigurationError if `sharded=True` was passed."""
         place: dict[str, str] = {}
         if channel.rank == 0:
             try:
@@ -628,8 +631,9 @@ class _Copy:
 
 
 def _check_alike(channel: Channel, what: str, named: str, measured: str = "") -> None:
-    """Raises ConfigurationError on all ranks if they named different directories or gave different
-    metrics (`measured`, as text). Must be called on all ranks, within an operation."""
+    """Raises ConfigurationError on all ranks if they named different directories or passed
+    different metrics. `what`: name of the call. `named`: the directory. `measured`: the metric, as
+    text. Must be called on all ranks, within an operation."""
     everyones = [
         tuple(json.loads(each)) for each in channel.exchange(json.dumps([named, measured]).encode())
     ]
@@ -647,8 +651,8 @@ def _check_alike(channel: Channel, what: str, named: str, measured: str = "") ->
 
 
 def _holds_nothing_new(session: Session) -> bool:
-    """Returns whether the session does not need to save: its state is not the run's state, or has
-    already been saved."""
+    """Returns whether the session need not save: its state is not the run's state, or is already
+    saved."""
     return session.is_joining or session.is_redoing
 
 
@@ -721,8 +725,8 @@ def _load_alone(session: Session, place: Place) -> bool:
 
 
 def _resumed(session: Session, found: Mapping[str, Any], place: Place, *, first: bool) -> None:
-    """Records where early stopping ended the resumed run, if it did. On the first rank, prints the
-    checkpoint's name."""
+    """Records where early stopping ended the resumed run, if it did so. On the first rank, also
+    prints the checkpoint's name."""
     session.early_stop.resumed(found["stopped_early"])
     if not first:
         return
@@ -744,8 +748,8 @@ def _take_up(
 
     Raises:
         CorruptDataError: rows are damaged; the state is unchanged.
-        ConfigurationError: under async_sgd, rows would have to be restored from a directory that
-            not all ranks share.
+        ConfigurationError: under async_sgd, the checkpoint has rows, and not all ranks share its
+            directory.
         DeadlineError (SERVER_AWAY): a server was unreachable for too long.
     """
     store = session.row_store
@@ -794,7 +798,7 @@ def _read(
     session: Session, place: Place, *, run: str | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Returns the state of the newest checkpoint, or None if there is none, and a report for the
-    other ranks. `run`: only a checkpoint of this run counts; None: any run."""
+    other ranks. `run`: considers only checkpoints of this run; None: of any run."""
     try:
         directory = place.readable(run)
     except ShoalError as error:

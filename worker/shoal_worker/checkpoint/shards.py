@@ -69,14 +69,15 @@ flat."""
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """One rank's part of a state, copied to host memory."""
+    """One rank's part of a state, copied to host memory, and the shards in which the rank writes
+    it."""
 
     structure: Json
     outline: Mapping[str, torch.Tensor]
     """All tensors of the complete state, on the meta device."""
     count: int
     mine: Mapping[int, Pieces]
-    """Copies of the data that this rank writes, by shard number. They have their values once
+    """Copies of the data that this rank writes, by shard number. Their values are valid once
     `copies` have finished."""
     copies: HostCopies
     frozen: Frozen = NOTHING
@@ -92,8 +93,8 @@ class Shards:
     ) -> Shards:
         """Copies the data that this rank writes. The state may be changed as soon as this method
         returns, even if copies from a device are still in progress. `frozen`: the frozen parameters
-        of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. Tensors
-        are removed from it, and their memory is used again or freed.
+        of the state. `memory`: `host_tensors` of earlier shards that are no longer needed. The call
+        empties this dict, and reuses or frees the memory.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -134,7 +135,8 @@ class Shards:
 
     @property
     def host_tensors(self) -> dict[str, torch.Tensor]:
-        """The copies, by number and name."""
+        """The host copies, by a key made of shard number and tensor name. A later `take` can reuse
+        their memory."""
         return {
             _key(number, name): values
             for number, pieces in self.mine.items()
@@ -150,7 +152,8 @@ class Shards:
         }
 
     def write(self, temporary: Path) -> None:
-        """Writes this rank's shards, and a note about each of them.
+        """Writes this rank's shards. After each of them, writes a note, a small file that tells the
+        first rank that the shard is complete.
 
         Raises:
             OSError: the disk is full or failing.
@@ -169,8 +172,8 @@ class Shards:
             self._note(temporary, number, {"shard": about, "frozen": frozen})
 
     def write_aside(self, temporary: Path) -> None:
-        """Runs `write` on a rank that does not complete the checkpoint. Reports a failure, in a
-        note, to the rank that does.
+        """Runs `write` on a rank other than the one that completes the checkpoint. If `write`
+        fails, leaves a note for that rank, which would otherwise wait for the shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -288,8 +291,8 @@ class Shards:
         being_written.replace(path)
 
     def _note_failure(self, temporary: Path, number: int, error: str) -> None:
-        """Writes a note that a shard will be missing. If a full disk has no room for the error, the
-        note is an empty file."""
+        """Writes a note that a shard will be missing. If the disk is too full for the error's text,
+        the note is an empty file."""
         try:
             self._note(temporary, number, {"error": error})
         except OSError:
@@ -359,8 +362,8 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 def describe_sums(
     part: StatePart, names: Iterable[str], sums: Iterable[Mapping[str, int]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns descriptions of the tensors among `names` that are in the state. `sums`: the results
-    of `own_sums` on all ranks."""
+    """Returns the descriptions (dtype, shape and digest) of those tensors in `names` that are in
+    the state. `sums`: the results of `own_sums` on all ranks."""
     _, tensors = flatten(part.state, outlines=True)
     everyones = list(sums)
     return {
@@ -419,7 +422,7 @@ def _pieces(
 
 
 def _width(dtype: torch.dtype) -> int:
-    """Returns how many elements of a file represent one element of the tensor."""
+    """Returns how many stored elements represent one element of a tensor with this dtype."""
     return 1 if dtype in STORED_DTYPES else dtype.itemsize
 
 
@@ -430,7 +433,7 @@ def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns the name of a tensor whose elements are not each in exactly one file, or None if
+    """Returns the name of a tensor with an element that is in no file or in several files; None if
     there is no such tensor."""
     spans: dict[str, list[Span]] = {name: [] for name in sizes}
     name: str

@@ -1,9 +1,9 @@
 """Writes a safetensors file block by block, directly from the tensors' memory.
 
-The library's own writer leaves the complete file in the page cache. Finding memory for the pages of
-a large state takes most of the CPU time of a save, on cores that train. Here, each range of the
-file is flushed to the disk and then dropped from the page cache, so the kernel uses the same few
-pages again. The file's digest is computed on the way, without reading the file.
+The library's own writer leaves the complete file in the page cache. Allocating those pages for a
+large state takes most of a save's CPU time, on cores that training needs. Here, each range of the
+file is flushed to the disk and then dropped from the page cache, so the kernel reuses the same few
+pages. The file's digest is computed while writing, without reading the file again.
 
 Format: https://huggingface.co/docs/safetensors, "Format".
 """
@@ -106,7 +106,7 @@ class _Output:
         return {"bytes": self._written, "xxh3_64": self._digest.hexdigest()}
 
     def _forget(self) -> None:
-        """Drops the data that is on the disk from the page cache."""
+        """Drops the data that has been flushed to the disk from the page cache."""
         length = self._written - self._dropped
         with contextlib.suppress(OSError):  # only a hint
             os.posix_fadvise(self._descriptor, self._dropped, length, os.POSIX_FADV_DONTNEED)

@@ -2,11 +2,11 @@
 
 The saver writes checkpoints to the local directory. The complete checkpoints that are not uploaded
 yet form the backlog. The rank that completes the checkpoints uploads them, oldest first. The
-directory's `keep` bounds the backlog: a checkpoint is not uploaded if a later save removes it
-before its upload begins.
+backlog is limited by the number of checkpoints kept in the directory (`keep`): a checkpoint is not
+uploaded if a later save removes it before its upload begins.
 
 Threads: the writer's thread calls `changed`; the training thread calls `check`, `wait` and
-`backlog`. The upload's thread owns the connection to the storage. `_condition` guards the fields
+`backlog`. The upload thread owns the connection to the object store. `_condition` guards the fields
 that they share. The upload uses hard links to the files, so a save may remove or replace the
 checkpoint during its upload. The thread is a daemon, so an upload that hangs does not keep the
 process alive.
@@ -95,7 +95,7 @@ class Uploads:
         report: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         """`directory`: directory of this run's checkpoints. `patience`: how long each call to the
-        storage is retried. `report`: receives the size of the backlog in bytes whenever it has
+        object store is retried. `report`: receives the size of the backlog in bytes whenever it has
         changed."""
         self.url, self.directory = url, directory
         self._metrics = metrics
@@ -128,15 +128,15 @@ class Uploads:
         self._show()
 
     def changed_again(self) -> None:
-        """Starts uploading changes to the directory since the last save. Does nothing before the
-        first save."""
+        """Starts uploading what has changed in the directory since `changed` was last called. Does
+        nothing before the first save."""
         if self._saves:
             self.changed(keep=self._keep, fence=self._fence)
 
     def check(self) -> None:
         """Raises the error of an upload if a retry would fail too (wrong credentials, or a missing
-        bucket). Each such error is raised once. Other failures are logged, and the upload is
-        retried after the next save."""
+        bucket). Each error is raised once. After other errors, which are only logged, the upload is
+        retried with the next save."""
         with self._condition:
             failure = self._failure
             if self._raised or not isinstance(failure, ConfigurationError | PermissionDeniedError):

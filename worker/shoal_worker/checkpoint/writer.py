@@ -1,6 +1,6 @@
 """Writes checkpoints during training: one at a time, on a separate thread.
 
-The training thread calls every method. A job runs on the writer's thread and shares only its
+All methods are called on the training thread. A job runs on the writer's thread and shares only its
 arguments with training. `_lock` guards `_error`; everything else belongs to the training thread.
 The thread is not a daemon, so a process that exits normally first finishes the current checkpoint.
 """
@@ -75,8 +75,8 @@ class CheckpointWriter:
         return not self.busy
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits until no job is in progress. Must be called before the next copy is made, so that
-        there is never more than one copy in memory.
+        """Waits until no job is in progress. Must be called before the state is copied again, so
+        that there is never more than one copy in memory.
 
         Raises:
             DeadlineError: the job takes longer than `timeout`; it continues.
@@ -145,10 +145,11 @@ def in_company(
     *,
     patience: timedelta = DISK_PATIENCE,
 ) -> None:
-    """Waits until every rank is done or has waited for `patience`. Must be called on all ranks,
-    within an operation. `done_within(timeout)`: function that waits for at most `timeout` and
-    returns whether this rank is done. The first rank logs every ten seconds which ranks are not
-    done.
+    """Waits until each rank has finished its own work with files, or has waited for `patience`.
+    Must be called on all ranks, within an operation. The first rank logs every ten seconds which
+    ranks have not finished.
+
+    `done_within(timeout)`: waits for at most `timeout` and returns whether this rank has finished.
 
     Raises:
         MembershipChanged: the group has ended.

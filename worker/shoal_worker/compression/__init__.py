@@ -1,15 +1,15 @@
-"""Gradient compression: reduces traffic at the cost of a bounded error, which later steps can make
-up for.
+"""Gradient compression: reduces traffic at the cost of a bounded error, which later steps can
+compensate for.
 
 A `GradientCompressor` converts a tensor to a payload and back. `CompressedReduction` uses a
-compressor to sum buckets of gradients across ranks, with bitwise equal results on every rank, and
-keeps the compression error for later steps (error feedback). `parse_compression` reads the user's
+compressor to sum buckets of gradients across ranks. All ranks get bitwise equal results, and each
+keeps its compression error for later steps (error feedback). `parse_compression` reads the user's
 setting.
 
-The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`. `registry`
-lists them by name; `compressing_optimizer` offers a second way to select one.
-`compressed_reduction` sums gradients across ranks, `pushes` encodes pushes to parameter servers,
-and `memory` stores the compression state between steps.
+- `quantized`, `sign`, `sparse`, `powersgd`: the compressors, based on `base`. `registry` lists them
+  by name; with `compressing_optimizer`, a script can choose one together with the optimizer.
+- `compressed_reduction` sums gradients across ranks, `pushes` encodes pushes to parameter servers,
+  and `memory` stores the compression state between steps.
 """
 
 from __future__ import annotations

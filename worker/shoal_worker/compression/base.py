@@ -1,8 +1,8 @@
 """The interface of gradient compressors, which convert a tensor to fewer bytes and back, and the
 methods of summing compressed gradients across ranks.
 
-A compressor is immutable: it has settings, but no state. The state between steps (error feedback,
-warm starts) is in a `Memory`, separately for each rank and each bucket. An `Exchange` sums a bucket
+A compressor is immutable: it has settings, but no state. Any state between steps (error feedback,
+warm starts) is in a `Memory`, which each rank has for each bucket. An `Exchange` sums a bucket
 across ranks. shoal_common.formats.codecs defines the payload format.
 """
 
@@ -36,8 +36,8 @@ _MASK: Final = (1 << 64) - 1
 
 
 class KeyedRandom:
-    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket). Must
-    be used by one thread."""
+    """A stream of random numbers that is determined by a key of integers, such as (seed, step,
+    rank, bucket). Must be used by only one thread."""
 
     def __init__(self, *key: int) -> None:
         self._key = [part & _MASK for part in key]
@@ -54,8 +54,8 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns standard normal float32 values in host memory, so that they do not depend on the
-        device."""
+        """Returns standard normal float32 values. They are generated on the host, so that they do
+        not depend on the device."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:
@@ -93,17 +93,18 @@ class GradientCompressor(abc.ABC):
     name: ClassVar[str]
     """Name that users pass to select the compressor."""
     codec: ClassVar[int]
-    """Value of shoal.v1.Codec for pushes to parameter servers."""
+    """Number in shoal.v1.Codec that identifies the payloads of pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
     """True if the compressor treats tensors as matrices and therefore does not support sharded
     gradients."""
     alignment: ClassVar[int] = 1
-    """Alignment, in elements, of the separately compressed parts of a tensor: each part begins at a
-    multiple of this number, so that no block belongs to two parts."""
+    """The parts of a tensor that are compressed separately begin at multiples of this number of
+    elements, so that no block belongs to two parts."""
 
     error_feedback: bool = False
     """True if the compression error of a step is added to the next step's gradient (Karimireddy et
-    al. 2019). On each rank, this takes one float32 per gradient element, or two during a step."""
+    al. 2019). Each rank then needs memory for one float32 per gradient element, and for a second
+    one during a step."""
     seed: int = 0
     """Seed of the random numbers; the same on all ranks."""
 
@@ -129,11 +130,13 @@ class GradientCompressor(abc.ABC):
     def compress_pieces(
         self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
     ) -> torch.Tensor:
-        """Returns the payload of a push to a parameter server. `values`: concatenated pieces of
-        tensors, which most compressors treat as one vector.
+        """Returns the payload of a push to a parameter server.
 
-        `shapes`: rows and columns of each piece, by its position in the partition. `memory`:
-        receives a proposed warm start for the next push.
+        Args:
+            values: concatenated pieces of tensors. Most compressors treat them as one vector.
+            shapes: rows and columns of each piece, by its index in the partition.
+            memory: the partition's state, to which a compressor may propose a warm start for the
+                next push.
         """
         payload = torch.zeros(
             self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
@@ -144,8 +147,8 @@ class GradientCompressor(abc.ABC):
     def take_off_pieces(
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
-        """Subtracts from `values` the values that the server will decode from a payload of
-        `compress_pieces`. This leaves the compression error in `values`."""
+        """Subtracts the values that the server will decode from `payload`, a result of
+        `compress_pieces`, from `values`. What remains in `values` is the compression error."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
@@ -181,8 +184,8 @@ class GradientCompressor(abc.ABC):
         across `world_size` ranks.
 
         `shapes`: shapes of the tensors in the bucket, in order, for compressors that use matrices;
-        None: the bucket is one vector. Headers of the transport are not counted. An all-reduce of b
-        bytes counts as 2 b (world_size - 1) / world_size bytes.
+        None: the bucket is one vector. Headers of the transport are not included. An all-reduce of
+        b bytes is assumed to send 2 b (world_size - 1) / world_size bytes per rank.
         """
         if world_size == 1 or numel == 0:
             return 0
@@ -190,8 +193,8 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of a tensor that should be processed one after another: on the CPU, ranges
-    that fit in the cache; on a GPU, the entire tensor."""
+    """Yields the ranges in which to process a tensor, one after another: on the CPU, ranges that
+    fit in the cache; on a GPU, the entire tensor."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
@@ -207,7 +210,8 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """Returns the payload size for a tensor of this shape, from `codecs.payload_bytes`."""
+    """Returns the payload size for a tensor of this shape, as computed by `codecs.payload_bytes`.
+    """
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 
@@ -231,7 +235,7 @@ _EVERYBODY = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """Describes the exchange of one bucket in one step."""
+    """Arguments of the exchange of one bucket in one step."""
 
     backend: CommunicationBackend
     memory: BucketMemory
@@ -245,8 +249,8 @@ class Errand:
     """Number of times that the bucket has already been exchanged in this step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
-        """Returns the random numbers for one stage of the exchange. `shared`: True for numbers that
-        are the same on all ranks; False for this rank's own numbers."""
+        """Returns the random numbers for one stage of the exchange. `shared`: True if all ranks
+        must draw the same numbers; False if each rank draws its own."""
         return KeyedRandom(
             seed,
             self.step,
@@ -301,11 +305,11 @@ class Exchange(abc.ABC):
 
 @dataclass(frozen=True)
 class Chunks:
-    """A bucket divided into one part per rank. The last parts may be shorter or empty."""
+    """Division of a bucket into one part per rank. The last parts may be shorter or empty."""
 
     numel: int
     length: int
-    """Number of elements in each part except the last ones."""
+    """Number of elements in each part, except in the last parts if they are shorter."""
     count: int
 
     @classmethod
@@ -315,7 +319,7 @@ class Chunks:
         return cls(numel, -(-share // alignment) * alignment, world_size)
 
     def bounds(self, rank: int) -> slice:
-        """Returns the range of the rank's part in the bucket."""
+        """Returns the range of the bucket that is the part of `rank`."""
         return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
 
 

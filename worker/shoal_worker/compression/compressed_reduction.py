@@ -1,8 +1,9 @@
 """Sums buckets of gradients across ranks with compression, and keeps the compression state.
 
 Engines weight the gradients and decide whether a step commits; this module does neither. In each
-step, an engine calls `start` for each bucket and `wait` for each reduction, and then `commit` or
-`rollback` once. May be used only on the training thread; collectives run on the backend's threads.
+step, an engine calls `start` for each bucket, then `wait` for each reduction, and finally either
+`commit` or `rollback`. May be used only on the training thread; collectives run on the backend's
+threads.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
-    """The reduction of one bucket. `advance` and `wait` must be called on all ranks, in the same
-    order across reductions."""
+    """The reduction of one bucket. All ranks must call `advance` and `wait` for the same reductions
+    in the same order."""
 
     def __init__(self, steps: Steps, result: torch.Tensor) -> None:
         self._steps: Steps | None = steps
@@ -33,8 +34,8 @@ class Reduction:
         """Waits for the collective in progress and issues the next one, if any, without waiting for
         it.
 
-        Call it for all buckets before waiting for the first bucket, so that their second
-        collectives overlap.
+        Should be called for all buckets before `wait` is called for the first one, so that the
+        buckets' second collectives overlap.
 
         Raises:
             MembershipChanged: the group failed. The bucket's contents are undefined, and the step
@@ -79,16 +80,16 @@ class Reduction:
 
 
 class CompressedReduction:
-    """Sums buckets across ranks with one compressor. Each model has one on each rank.
+    """Sums buckets across ranks with one compressor. Each rank has one instance for each model.
 
     **NaN and infinity** are preserved: if any rank's bucket contains one, the result contains one
     on every rank (each compressor documents where). The residual of such a bucket does not change.
     **An aborted step, or a step that a GradScaler skips**, is rolled back. If peers have applied a
     step that failed on this rank, the step is committed, because the sum contains this rank's
     gradients. **Membership**: the residual of a lost rank is lost, which is a bounded error
-    (memory.py). A joiner has no residual. If a rank becomes responsible for a different part of the
-    bucket, it keeps its residuals. If there is only one rank, nothing is compressed, and the
-    residual is added immediately.
+    (memory.py). A joiner has no residual. A rank that becomes responsible for a different part of
+    the bucket keeps its residuals. If there is only one rank, nothing is compressed, and the whole
+    residual is added to the next gradient.
     """
 
     def __init__(self, compressor: GradientCompressor) -> None:
@@ -108,11 +109,14 @@ class CompressedReduction:
         """Starts replacing `bucket` with its sum across ranks. Must be called on all ranks in the
         same order, with the same arguments except for the bucket's values.
 
-        `bucket`: floating-point (sent as float32), contiguous, and already weighted by this rank's
-        weight. The caller must not use it until the result has arrived. `backend`: None if there is
-        only one rank. `index`: number of the bucket, which identifies its residual. `step`: number
-        of the current step. It determines the random numbers, so a repeated step draws the same
-        numbers. `shapes`: shapes of the tensors in the bucket, in order; needed by PowerSGD.
+        Args:
+            bucket: floating-point (sent as float32), contiguous, and already multiplied by this
+                rank's weight. The caller must not use it until the result has arrived.
+            backend: None if there is only one rank.
+            index: index of the bucket, which identifies its residual.
+            step: number of the current step. It determines the random numbers, so a repeated step
+                draws the same numbers.
+            shapes: shapes of the tensors in the bucket, in order; needed by PowerSGD.
 
         Raises:
             ConfigurationError: the bucket cannot be compressed.
@@ -134,11 +138,11 @@ class CompressedReduction:
         index: int,
         step: int,
     ) -> Reduction:
-        """Starts a reduce-scatter, which writes this rank's part of the sum of `bucket` to `out`,
-        the result of the reduction.
+        """Starts a reduce-scatter, which writes this rank's part of the sum of `bucket` to `out`.
+        The reduction's result is `out`.
 
-        `bucket`: world_size parts, each the size of `out`. The sum is not compressed again, because
-        it stays on this rank. For the other arguments, see `start`.
+        `bucket`: as many parts as there are ranks, each of the size of `out`. The sum is not
+        compressed again, because it stays on this rank. For the other arguments, see `start`.
 
         Raises:
             ConfigurationError: the bucket cannot be compressed, sizes do not match, or the
@@ -207,13 +211,13 @@ class CompressedReduction:
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the residuals of the buckets with indices from `first` to `end` - 1, because these
-        buckets change."""
+        """Drops the residuals of the buckets with indices from `first` to `end` - 1. Called when
+        these buckets are about to change."""
         self._memory.forget(first, end)
 
     def resize(self, index: int, numel: int) -> None:
-        """Adapts the residual of a bucket to `numel` elements. The new bucket differs only in the
-        padding at its end."""
+        """Adapts the residual of a bucket to `numel` elements. Only the padding at the bucket's end
+        may have changed."""
         self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -267,8 +271,8 @@ class CompressedReduction:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """Adds the residual to the bucket. Used if there is only one rank, so that nothing is
-        compressed."""
+        """Adds the residual to the bucket. Used if there is only one rank, which compresses
+        nothing."""
         yield from ()
         if self.compressor.error_feedback:
             given = memory.compensated_gradient(values, slice(0, 0))

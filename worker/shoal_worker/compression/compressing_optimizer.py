@@ -1,8 +1,8 @@
 """`GradientCompressionOptimizer`: an optimizer paired with a compressor, as an alternative to
 `gradient_compression=`.
 
-The pair itself does not compress anything: the engine compresses gradients that it sends.
-`as_distributed` separates the pair.
+The pair itself does not compress anything: `as_distributed` takes it apart, and the engine
+compresses the gradients that it sends.
 """
 
 from __future__ import annotations

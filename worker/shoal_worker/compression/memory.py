@@ -1,9 +1,9 @@
-"""This rank's compression state between steps, and when changes to it take effect.
+"""This rank's compression state between steps, and the rules for when it changes.
 
 The state consists of **residuals** (error feedback: the compression error, added to later steps),
 which differ between ranks, and **warm starts** (PowerSGD's factors), which are the same on all
-ranks. A step only *proposes* new state, which takes effect when the step commits. An aborted step's
-proposals are discarded, so that the repeated step starts from the same state.
+ranks. A step only *proposes* new state, which becomes current when the step commits. The proposals
+of an aborted step are discarded, so that the repeated step starts from the same state.
 
 If a rank dies or leaves, its residuals are lost. This loss is bounded: a residual is at most a
 fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
@@ -45,14 +45,14 @@ class BucketMemory:
         self._rounds = 0
 
     def next_round(self) -> int:
-        """Returns how many times this bucket has already been exchanged in the step, so that each
-        exchange draws different random numbers."""
+        """Returns how many times this bucket has already been exchanged in the step, and counts one
+        more exchange. Each exchange thus draws different random numbers."""
         self._rounds += 1
         return self._rounds - 1
 
     def resize(self, numel: int) -> None:
-        """Adapts the state to a bucket of `numel` elements, which differs only in the padding at
-        its end."""
+        """Adapts the state to a bucket of `numel` elements. Only the padding at the bucket's end
+        may have changed."""
         for slot in [slot for slot in self._committed if slot == RESIDUAL]:
             owed = self._committed[slot]
             if owed.numel() != numel:
@@ -64,12 +64,11 @@ class BucketMemory:
         self, values: torch.Tensor, owned: slice | None = None
     ) -> torch.Tensor:
         """Returns `values` plus the residual, in memory that becomes the new residual. The caller
-        must subtract the values that it sends from this memory.
+        must therefore subtract the values that it sends from the result.
 
-        `owned`: the part of the bucket whose sum this rank computes. Residuals of other parts,
-        which this rank owned when the group had different ranks, are added to this rank's own
-        residual. A residual of a different size is dropped, because the bucket's layout has
-        changed.
+        `owned`: range of the bucket whose sum this rank computes. If this rank computed other sums
+        before, because the group had different ranks, the residuals of those sums are added as
+        well. A residual that does not fit is dropped, because the bucket's layout has changed.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
@@ -84,8 +83,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Like `compensated_gradient`, but for the sum that this rank computes: returns `values`
-        plus the residual of this part. `start`: position of the part in the bucket."""
+        """Returns `values` plus the residual, like `compensated_gradient`, but for the sum that
+        this rank computes. `start`: where the summed part starts in the bucket."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -109,7 +108,8 @@ class BucketMemory:
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """Keeps each current warm start unless this step has proposed a new one in its place."""
+        """Keeps the current warm starts beyond this step, except those for which this step has
+        proposed new ones."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 
@@ -122,7 +122,7 @@ class BucketMemory:
             self.rollback()
 
     def commit(self) -> None:
-        """Makes the step's proposed state current, unless it is not finite."""
+        """Makes the step's proposed state current. If it is not finite, discards it instead."""
         if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
             self._proposed = {}
         if self._proposed:
@@ -182,8 +182,8 @@ class Memory:
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the state of the buckets with indices from `first` to `end` - 1, because these
-        buckets change."""
+        """Drops the state of the buckets with indices from `first` to `end` - 1. Called when these
+        buckets are about to change."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
 
@@ -234,8 +234,9 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Returns whether the sum of the values is finite, which is much cheaper than checking each
-    element. If only the sum overflows, the residual is not updated, which does no harm."""
+    """Returns whether the sum of the values is finite, which is much cheaper to check than each
+    element. If the sum overflows although all values are finite, a residual is not updated, which
+    does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 

@@ -36,9 +36,9 @@ class PowerSGDCompressor(GradientCompressor):
     are summed uncompressed, along with P.
 
     P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most
-    `rank`. The compressor is biased, so it needs error feedback: a rank keeps M - P P^T M, the
-    error of its own part, and these errors add up to the error of the sum. A NaN or infinity makes
-    the entire matrix NaN.
+    `rank`. The compressor is biased, so it needs error feedback: each rank keeps M - P P^T M for
+    its own gradient M, and these errors add up to the error of the sum. A NaN or infinity makes the
+    entire matrix NaN.
 
     A push to a parameter server contains P and Q for each piece of a tensor on the server, which
     multiplies them (`codecs.POWERSGD`). Large tensors are split, between rows, into several pieces.
@@ -60,8 +60,8 @@ class PowerSGDCompressor(GradientCompressor):
     warm_start: bool = True
     """True to start each step with the last step's Q; False to start with a new random Q."""
     minimum_saving: float = 2.0
-    """Minimum ratio between the size of a matrix and the total size of P and Q; a matrix with a
-    smaller ratio is not compressed. At least 1."""
+    """A matrix is compressed only if it is at least this many times larger than P and Q together.
+    At least 1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -160,7 +160,7 @@ class PowerSGDCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A compressed tensor, and its location in the bucket."""
+    """A tensor that is compressed as a matrix, and its location in the bucket."""
 
     at: slice
     rows: int
@@ -252,7 +252,7 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns an orthonormal basis of a space that contains the matrix's columns, by Householder
+    """Returns an orthonormal basis of a space that contains the matrix's columns. Uses Householder
     QR, which also handles dependent or zero columns."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis

@@ -1,10 +1,10 @@
 """Encodes compressed gradients for parameter servers, with error feedback per partition. A server
 can decode each payload without any other data.
 
-A server applies or rejects a push to a partition as a unit. The compression error is therefore
-recorded only once the server is known to have applied the push, and the next push to that partition
-must not be encoded earlier. As a result, regardless of failures, the decoded gradients that the
-server has applied, plus the residual, equal the sum of the original gradients of these pushes.
+A server either applies a push to a partition completely or rejects it. The compression error is
+therefore recorded only once the server is known to have applied the push, and the next push to that
+partition must not be encoded earlier. As a result, whatever fails, the gradients that the server
+has decoded and applied, plus the residual, equal the sum of the original gradients of these pushes.
 
 The asynchronous engine sends the payloads. May be used by only one thread at a time.
 """
@@ -44,12 +44,14 @@ class CompressedPushes:
         """Returns the codec and the payload of one partition's gradient, for PushHeader and
         PushChunk. A retry of the push must send the same payload.
 
-        `gradient`: floating-point, one-dimensional; not changed. A NaN or infinity is sent to the
-        server, which then rejects the push. `sequence`: number of the push, which determines the
-        random numbers. `places`: ranges covered by `gradient` in the partition, which has `length`
-        elements; empty: `gradient` covers the entire partition. The rest of the partition has no
-        gradient and keeps its residual. `shapes`: shapes of the pieces of `gradient`; None:
-        `gradient` is one vector.
+        Args:
+            gradient: floating-point, one-dimensional; not changed. A NaN or infinity is sent to the
+                server, which then rejects the push.
+            sequence: sequence number of the push, which determines the random numbers.
+            places: ranges of the partition that `gradient` covers; empty: the entire partition. The
+                rest of the partition has no gradient and keeps its residual.
+            length: number of elements of the partition, if `places` is given.
+            shapes: shapes of the pieces of `gradient`; None: `gradient` is one vector.
 
         Raises:
             ConfigurationError: the gradient cannot be compressed.
@@ -86,10 +88,12 @@ class CompressedPushes:
         return compressor.codec, payload.cpu().numpy().data
 
     def settle(self, partition: int, *, applied: bool) -> None:
-        """Records the outcome of a partition's last push. `applied`: True if the server applied the
-        push; its compression error then becomes the residual. False if the server rejected the
-        push, or another worker's push had already delivered its batch; the previous residual then
-        remains."""
+        """Records the outcome of a partition's last push.
+
+        `applied`: True if the server has applied the push, whose compression error then becomes the
+        residual. False if the server has rejected the push, or if another worker's push had already
+        delivered the same batch; the previous residual then remains.
+        """
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
         if applied:

@@ -1,5 +1,6 @@
-"""Compressors by name. To add a compressor, define a class and add a line here. Each compressor's
-module is imported on first use."""
+"""Compressors by name. To add a compressor, define a class and add a line to the table in this
+module. A compressor's module is imported when the compressor is first used.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class TopKCompressor(_SparseCompressor):
     compression).
 
     ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), and the compressor is biased, so
-    it needs error feedback. NaN counts as larger than any number, followed by infinities, so
+    it needs error feedback. NaN is treated as larger than any number, followed by infinities, so
     non-finite values are always sent. A threshold estimated from a sample speeds up the exact
     selection of the k largest values (hierarchical selection, Lin et al.): on the CPU, it is 20
     times as fast as torch.topk.
@@ -242,9 +242,10 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Returns, in ascending order, positions that include the `kept` largest values, or fewer than
-    `kept` positions if all other values are zero. Returns None if the estimated threshold selects
-    too few."""
+    """Returns the positions, in ascending order, of all values above a threshold estimated from a
+    sample. They include the `kept` largest values, unless fewer than `kept` values are not zero.
+    Returns None if the tensor is too small for sampling, or if the threshold selects too few
+    values."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None

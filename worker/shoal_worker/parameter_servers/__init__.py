@@ -1,9 +1,12 @@
 """A worker's client of the parameter servers, used by async_sgd and by sparse tables.
 
-- `servers`: all servers. `server_link`: one server, with its `connection`, a `prefetch` of values
-  for the next batch, calls in the `background`, and retries (`persistence`) while the server is
-  unreachable. `ledger`: the worker's progress with each partition. `tensors`: values and gradients
-  in transfer; `pushed_rows`: pushed rows of sparse tables.
-- `coordination`: the worker's job, its leased batches, and a cluster of its own.
-- `options`: the user's options.
+- `servers`: client of all servers. `server_link`: link to one server. It uses a `connection`,
+  retries calls while the server is unreachable (`persistence`), and can pull values for the next
+  batch early (`prefetch`).
+- `ledger`: this worker's progress with each partition. `tensors`: the values and gradients to send
+  and receive; `pushed_rows`: rows of sparse tables to push. `background`: calls on background
+  threads.
+- `coordination`: calls to the coordinator: the worker's job and its leased batches. Also starts the
+  services for a script that runs without a cluster.
+- `options`: the options of async_sgd.
 """

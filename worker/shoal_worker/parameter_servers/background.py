@@ -15,10 +15,10 @@ AnswerT = TypeVar("AnswerT")
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
     """Waits until all futures are done, whether they succeeded or failed.
 
-    The wait is split into slices. Python runs signal handlers on the main thread between two
-    instructions, so a signal does not end the wait if it arrives just before that thread starts
-    waiting, or on another thread of the process. Without slices, a worker that receives SIGTERM
-    while the servers make it wait for slower workers would not notice that it must leave.
+    Waits in short slices. Python runs signal handlers on the main thread between two instructions,
+    so a signal does not end a wait if it arrives just before the wait begins, or on another thread
+    of the process. Without slices, a worker that receives SIGTERM while the servers make it wait
+    for slower workers would not notice that it must leave.
     """
     while wait(futures, timeout=_SLICE_S).not_done:
         pass
@@ -27,8 +27,8 @@ def wait_for_all(futures: Collection[Future[Any]]) -> None:
 def in_background(call: Callable[[], AnswerT], *, name: str) -> Future[AnswerT]:
     """Runs `call` on a new thread called `name` and returns a future of the result.
 
-    Does not use a thread pool, because the interpreter would wait for the pool at exit, and the
-    call may be waiting for a server.
+    Does not use a thread pool: at exit, the interpreter would wait for the pool's threads, and
+    `call` may be waiting for a server.
     """
     future: Future[AnswerT] = Future()
 

@@ -57,14 +57,17 @@ class Connection:
         self._stored_bytes = sum(partition.size_bytes for partition in share.partitions)
 
     def stream_deadline(self, more_bytes: int = 0) -> timedelta:
-        """Returns the maximum time for a stream of all values of this worker's tensors on the
-        server, plus `more_bytes`."""
+        """Returns how long a transfer of all of this worker's tensors to or from the server may
+        take. `more_bytes`: bytes to transfer in addition."""
         return timedelta(seconds=60 + (self._stored_bytes + more_bytes) / _SLOWEST_BYTES_PER_S)
 
     def find(self) -> None:
         """Looks up the server's current address, which changes if the server restarts elsewhere.
-        Raises ShardMapChanged if partitions have moved, and UnavailableError if the server is not
-        registered yet."""
+
+        Raises:
+            ShardMapChanged: partitions have moved.
+            UnavailableError: the server is not registered yet.
+        """
         shard_map = self._job.shard_map()
         if shard_map is None:
             return
@@ -151,8 +154,8 @@ class Pulls:
     def pull_ahead(
         self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
     ) -> list[tuple[Partition, pb.PullHeader]]:
-        """Pulls newer values into separate flat host tensors (name -> tensor). The values in use
-        remain unchanged. `clock`: see `pull`."""
+        """Pulls newer values into separate flat host tensors (name -> tensor). The values that
+        training uses remain unchanged. `clock`: see `pull`."""
         if not partitions:
             return []
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -162,8 +165,8 @@ class Pulls:
         return [(self._connection.partitions[header.partition_id], header) for header in headers]
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into separate flat host tensors (name -> tensor). The values in use
-        remain unchanged."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values that
+        training uses remain unchanged."""
         request = self._request(
             list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
         )

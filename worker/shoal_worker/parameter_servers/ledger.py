@@ -1,10 +1,10 @@
 """One worker's progress with each partition: acknowledged pushes, pulled versions, and pushes with
-unknown outcome. Also defines the iteration and the outcome that `ParameterServers` and its links
-exchange.
+unknown outcome. Also defines two types that `ParameterServers` and its links share: the iteration
+being sent (`Delivery`) and its outcome (`Pushed`).
 
 All servers share one ledger, because partitions move between servers: an entry remains valid
-wherever its partition is. Each partition's entry belongs to the thread that calls the partition's
-server.
+whichever server has its partition. Each partition's entry belongs to the thread that calls the
+partition's server.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ class Pushed:
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """One iteration that is being sent to the servers. Its progress is kept if partitions move to
-    other servers before it is complete. Each partition's entries belong to the thread that calls
-    the partition's server.
-    """
+    """One iteration that is being sent to the servers. If partitions move to other servers before
+    everything is sent, what has been sent so far remains recorded here. Each partition's entries
+    belong to the thread that calls the partition's server."""
 
     iteration: Iteration
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
     """Payload of each partition; the same in every attempt."""
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
-    """Partitions where an earlier, abandoned push of the same batch has already been applied. They
-    acknowledge this push without applying it."""
+    """Partitions to which an earlier, abandoned push of the same batch has already been applied.
+    Their servers acknowledge this push without applying it."""
     pulled: set[int] = field(default_factory=set)
-    """Partitions whose values for the next iteration have been pulled. With bsp, other partitions
-    may have advanced since then."""
+    """Partitions whose values for the next iteration have been pulled. They are not pulled again,
+    because under bsp their servers may have moved on to a later iteration."""
 
     def outcome(self) -> Pushed:
         """Combines the outcomes on all partitions into one."""
@@ -101,9 +100,9 @@ class Ledger:
         return entry.acknowledged + 1, entry.base
 
     def doubt(self, partition_id: int) -> int | None:
-        """Returns the batch key of a partition's push that was started but not acknowledged, so its
-        outcome is unknown. Returns 0 if the push had no batch, and None if there is no such
-        push."""
+        """Returns the batch key of a partition's push whose outcome is unknown, because it was
+        started but not acknowledged. Returns 0 if that push had no batch, and None if there is no
+        such push."""
         return self._entries[partition_id].doubt
 
     def begun(self, partitions: Iterable[int], batch: int) -> None:
@@ -133,8 +132,8 @@ class Ledger:
             entry.base = entry.held = header.version
 
     def ahead(self, state: Iterable[pb.PartitionVersion]) -> frozenset[int]:
-        """Returns the partitions where the server has applied more of this worker's pushes than it
-        has acknowledged."""
+        """Returns the partitions to which the server has applied more of this worker's pushes than
+        this worker has seen acknowledged."""
         return frozenset(
             here.partition_id
             for here in state

@@ -1,5 +1,6 @@
-"""Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common options,
-and the description of the user's optimizer for the servers. This module does not communicate."""
+"""Options that `as_distributed` accepts only with `strategy="async_sgd"`, and `ServerOptimizer`,
+which describes the user's optimizer to the servers. This module does not communicate.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ class AsyncOptions:
     `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Amount of work that a worker leases in advance, as training time, estimated from its pace. It
-    can train for about this long while the coordinator is unreachable. The leased batches of a
-    worker that dies are reassigned. 0: each batch is leased separately."""
+    """Amount of work that a worker leases in advance, as a duration of training at its current
+    pace. It can train for about this long while the coordinator is unreachable. If a worker dies,
+    its leased batches are reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
     """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng
@@ -269,7 +270,7 @@ Values = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """Hyperparameters at one position of a schedule, and the number of changes that led to them."""
+    """Hyperparameters after a number of changes."""
 
     number: int
     """Number of changes so far; 0: the configured hyperparameters."""
@@ -351,8 +352,8 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """Returns the optimizer's settings at `as_distributed`, for the ConfigureOptimizer RPC. The
-        same on every worker, including joiners."""
+        """The settings that the optimizer had when `as_distributed` was called, for the
+        ConfigureOptimizer RPC. They are the same on every worker, including joiners."""
         return pb.OptimizerSpec(
             name=self._declared.name,
             hyperparameters=dict(self._configured[0]),
@@ -361,12 +362,14 @@ class ServerOptimizer:
         )
 
     def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Checks that the optimizer supports how tensors are split across servers, in case its
-        update uses several elements together.
+        """Checks that the optimizer can update the tensors in the pieces into which `shard_map`
+        divides them. Some optimizers compute an update from all elements of a row or of a tensor.
+        Logs a warning if a tensor is divided and the optimizer computes one update per tensor.
 
         Raises:
-            ConfigurationError: a row is split across servers, but the optimizer needs entire
-                rows."""
+            ConfigurationError: a row is divided between servers, but the optimizer needs entire
+                rows.
+        """
         if self._declared.unit is Unit.ELEMENT:
             return
         pieces = [
@@ -396,7 +399,7 @@ class ServerOptimizer:
 
     def look(self) -> Revision:
         """Returns the newest revision of the hyperparameters. Creates a new revision if a scheduler
-        or the user has changed something since the last call.
+        or the user has changed any of them since the last call.
 
         Schedulers read `optimizer.param_groups` in each step, and every read calls this method. Two
         scheduler steps in a row therefore create two revisions.
@@ -408,13 +411,13 @@ class ServerOptimizer:
         return self._latest
 
     def adopt(self, number: int) -> None:
-        """Continues from a peer's settings, which have been loaded into the optimizer. `number`:
-        the peer's revision."""
+        """Continues from a peer's hyperparameters after they have been loaded into the optimizer.
+        `number`: number of the peer's revision."""
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """Returns `revision` in the form needed for the SetHyperparameters RPC: hyperparameters for
-        all tensors, and for individual groups."""
+        """Returns `revision` as arguments of the SetHyperparameters RPC: the hyperparameters for
+        all tensors, and those of each group if there are several groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)
         )
@@ -426,8 +429,8 @@ class ServerOptimizer:
         )
 
     def _messages(self, groups: tuple[Values, ...]) -> list[pb.ParameterGroup]:
-        """Returns the messages for the groups; none for a single group, whose hyperparameters are
-        the optimizer's own."""
+        """Returns one message per parameter group, or none if there is only one group: its
+        hyperparameters are sent as those of the whole optimizer."""
         if len(groups) == 1:
             return []
         pairs = zip(self._tensors, groups, strict=True)

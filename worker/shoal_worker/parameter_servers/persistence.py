@@ -1,7 +1,7 @@
 """Retries calls to one parameter server until they succeed or fail permanently.
 
-Before each retry, the server's `ServerLink` determines the server's state. This module does not
-depend on what the calls do.
+Before each retry, a callback of the server's `ServerLink` determines the server's state. This
+module does not depend on the purpose of the calls.
 """
 
 from __future__ import annotations
@@ -61,10 +61,13 @@ class Persistence:
     ) -> None:
         """Prepares to retry calls.
 
-        `patience`: maximum time that the server may be unreachable. `closing`: event that is set to
-        end all waits. `started`: returns whether all of this worker's tensors on the server have
-        been initialized. `resynchronize`: determines the server's state; raises the errors of its
-        calls, and ShardMapChanged.
+        Args:
+            patience: maximum time that the server may be unreachable.
+            closing: event that is set to end all waits.
+            started: returns whether all of this worker's tensors on the server have been
+                initialized.
+            resynchronize: determines the server's state; raises the errors of its calls, and
+                ShardMapChanged.
         """
         self._job = job
         self._connection = connection
@@ -76,8 +79,10 @@ class Persistence:
     def retry_until(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Calls `attempt` until it succeeds. Determines the server's state before each retry.
 
-        Raises ShardMapChanged if partitions have moved, DeadlineError if the server was unreachable
-        for longer than `server_timeout`, and errors that a retry cannot cure.
+        Raises:
+            ShardMapChanged: partitions have moved.
+            DeadlineError: the server was unreachable for longer than `server_timeout`.
+            ShoalError: `attempt` failed in a way that a retry cannot fix.
         """
         server = self._connection
         with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
@@ -139,7 +144,7 @@ class Persistence:
 
     def in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Retries a call that may have to wait for other workers. Raises DeadlineError
-        (NOT_MY_TURN) if this worker should leave before its turn comes."""
+        (NOT_MY_TURN) if this worker is asked to leave while it waits for its turn."""
         waiting_since = accused_at = time.monotonic()
         while True:
             try:

@@ -47,7 +47,8 @@ class Prefetch:
         self._pulls: list[Future[Pulled]] = []
 
     def begin(self, servers: Sequence[Source]) -> None:
-        """Starts a pull from all servers. `land` or `drop` must have ended the previous pull."""
+        """Starts a pull from all servers. If there was a pull before, `land` or `drop` must have
+        been called for it."""
         assert not self._pulls, "a prefetch is still in progress; call land() or drop() first"
         if not self._memory:
             self._memory = {
@@ -90,7 +91,7 @@ class Prefetch:
         return bool(pulls)
 
     def drop(self) -> None:
-        """Waits for the pull and discards its result, because newer values are received in a
-        different way."""
+        """Waits for the pull and discards its result. Called if an ordinary pull fetches newer
+        values."""
         self.wait()
         self._pulls = []

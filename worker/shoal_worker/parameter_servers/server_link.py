@@ -70,11 +70,11 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Number of iterations that this worker has finished, according to one server."""
+    """This worker's position in the run, as one server counts it."""
 
     clock: int
-    """Number of finished iterations in the server's own count. `by_others`: the same position in
-    the count of each other participating member."""
+    """Position in the server's own count of this worker's iterations. `by_others`: the same
+    position in the count of each other participating member, by member id."""
     by_others: Mapping[str, int]
 
 
@@ -166,11 +166,15 @@ class ServerLink:
         """Initializes the server with rank 0's values if it is uninitialized, and pulls the
         server's values.
 
-        `has_values`: True if this worker can provide values. `joins_late`: True if the run had
-        already begun; an uninitialized server may then have lost training progress, which is
-        logged. Raises PreconditionError if this worker is rank 0 and has no values, DeadlineError
-        if the server is unreachable, and StopTraining if the worker should leave before it gets any
-        values.
+        Args:
+            has_values: True if this worker can provide values.
+            joins_late: True if the run had already begun. An uninitialized server may then have
+                lost training progress, which is logged.
+
+        Raises:
+            PreconditionError: this worker is rank 0 and has no values.
+            DeadlineError: the server is unreachable.
+            StopTraining: the worker should leave before it has received any values.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
@@ -271,8 +275,9 @@ class ServerLink:
             )
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Runs a push. With bsp, waits until all workers have read the values that the push
-        changes. A leaving worker does not wait, because its batch is assigned to another worker."""
+        """Runs a push. Under bsp, waits until all workers have read the values that the push
+        changes. If this worker is asked to leave meanwhile, it stops waiting and leaves, because
+        its batch will be assigned to another worker."""
         try:
             return self._persistence.in_turn("Push", push)
         except DeadlineError as error:
@@ -286,9 +291,9 @@ class ServerLink:
         del self._finished_batches[:-_MOST_FINISHED]
 
     def pull_in_turn(self, pulled: set[int]) -> None:
-        """Pulls as soon as this worker may begin its next iteration; with asp, immediately.
-        `pulled`: partitions that have already been pulled for that iteration, possibly from their
-        previous server. They are skipped, and the partitions pulled here are added."""
+        """Pulls as soon as this worker may begin its next iteration; under asp, immediately.
+        `pulled`: partitions already pulled for that iteration, possibly from another server before
+        they moved. They are skipped, and the partitions pulled here are added to the set."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
@@ -324,8 +329,8 @@ class ServerLink:
         )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into separate flat host tensors (name -> tensor). The values in use
-        remain unchanged."""
+        """Reads all values into separate flat host tensors (name -> tensor). The values that
+        training uses remain unchanged."""
         self._persistence.retry_until("Pull", lambda: self._pulls.read(into))
 
     # --------------------------------------------------------------------------------------- clocks
@@ -336,9 +341,9 @@ class ServerLink:
         self._send_clock(clock)
 
     def enter(self, clock: int) -> Position | None:
-        """Makes this worker, which has finished `clock` iterations, participate: from now on, other
-        workers may wait for it. Returns the worker's position; None if this server has neither
-        trained tensors nor buckets of sparse tables."""
+        """Makes this worker participate: from now on, other workers may have to wait for it.
+        `clock`: number of iterations that it has finished. Returns the worker's position; None if
+        this server has neither trained tensors nor buckets of sparse tables."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -355,8 +360,8 @@ class ServerLink:
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """Sets this worker's position to `at`, a number of iterations in the server's count that
-        must not be less than before. None: no change."""
+        """Moves this worker to position `at`, in the server's count of iterations. `at` must not be
+        lower than the current position; None: no change."""
         if at is not None:
             self._send_clock(self._clock, place=at)
 
@@ -393,8 +398,8 @@ class ServerLink:
         return self._server.client.snapshot(self._job.job_id).path
 
     def leave(self, patience: timedelta) -> None:
-        """Reports to the server that no worker needs to wait for this worker any more. An
-        unreachable server will learn this from the coordinator."""
+        """Reports to the server that no worker needs to wait for this worker any more. If the
+        server is unreachable, it will learn this from the coordinator."""
         try:
             self._server.client.advance_clock(
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
@@ -532,9 +537,10 @@ class ServerLink:
     # --------------------------------------------------------------------------- the server's state
 
     def _resynchronize(self) -> None:
-        """Finds the server and determines how much of its acknowledged state it still has. Raises
-        the errors of its calls, and UnavailableError (PARTITION_MOVING) if a partition is moving,
-        because a push would be partly wasted."""
+        """Finds the server, determines its state, and restores what a restarted server lacks:
+        optimizer, hyperparameters and, if it is empty, values. Raises the errors of these calls,
+        and UnavailableError (PARTITION_MOVING) if a partition is moving: part of a push would then
+        be sent in vain."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
@@ -570,10 +576,14 @@ class ServerLink:
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Determines which of these partitions have applied an abandoned push. `doubtful`:
-        partition -> whether the next push has the same batch and the same number. Returns the
-        partitions where the server will mistake the next push for the abandoned push, and therefore
-        only acknowledge it. The other partitions continue from the server's state."""
+        """Determines the outcome of abandoned pushes. Returns the partitions where the abandoned
+        push was applied and the next push repeats its batch: the server will mistake the next push
+        for the abandoned one, and acknowledge it without applying it. All other partitions continue
+        from the server's sequence numbers.
+
+        `doubtful`: for each partition with an abandoned push, whether the next push has the same
+        batch.
+        """
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):

@@ -2,13 +2,13 @@
 parallel, and their responses are combined.
 
 Each server has its own thread, so values are pulled from one server while values are still being
-pushed to another. The training thread waits for all of these threads, so only one side uses the
-tensors' memory at a time. An error of one server is raised once the calls to all other servers have
-finished.
+pushed to another. The training thread waits for all of these threads, so it never uses the tensors'
+memory at the same time as they do. An error of one server is raised once the calls to all other
+servers have finished.
 
 When partitions have moved (docs/explanation/parameter-servers.md#moving-partitions), the training
-thread reassigns them after all threads have returned and calls all servers again. Every call here
-may be retried, because each server's part is applied once or is idempotent.
+thread reassigns them after all threads have returned and calls all servers again. Every call can be
+repeated in this way, because each server applies it only once, or because it is idempotent.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class ParameterServers:
         return delivery.outcome()
 
     def finished(self, batch: int) -> None:
-        """Records that all pushes of the batch with key `batch` have been acknowledged. The servers
-        are notified with the next push."""
+        """Records that all pushes of the batch with key `batch` have been acknowledged. The next
+        push reports this to the servers."""
         for link in self._links:
             link.finished(batch)
 
@@ -157,8 +157,9 @@ class ParameterServers:
         return values
 
     def enter(self, clock: int) -> None:
-        """Makes this worker, which has finished `clock` iterations, participate, and pulls the
-        values for its next iteration. From now on, other workers may wait for it."""
+        """Makes this worker participate, and pulls the values for its next iteration. From now on,
+        other workers may have to wait for it. `clock`: number of iterations that it has finished.
+        """
         placed_on: Sequence[ServerLink] = ()
         while placed_on is not self._links:  # again if partitions have moved since
             positions = self._each(lambda link: link.enter(clock))
@@ -291,14 +292,16 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Returns the position on each server, in that server's count, where a worker that joins a run
-    in progress starts. All these positions belong to the same iteration. None: no change.
+    """Returns, for each server, the position at which a worker that joins a run in progress starts,
+    in that server's count. On all servers, the worker is then at the same iteration. None: no
+    change.
 
-    The servers respond one after another, and an iteration may begin in between. Each server also
-    reports the worker's position in the count of every participating member, and a member's count
-    is the same on all servers. In that count, the worker starts at the highest of its positions. If
-    there are several members, the member whose counts differ least is used, because other members
-    may have rested between two responses.
+    The servers respond one after another, and an iteration may begin between two responses, so the
+    worker's positions may differ. The servers' own counts cannot be compared, but each server also
+    reports the worker's position in the count of every other member, and a member's count is the
+    same on all servers. In that count, the worker starts at the highest of its positions. If there
+    are several members, the one whose counts differ least is used, because other members may have
+    rested between two responses.
     """
     placed = [position for position in positions if position is not None]
     common = (

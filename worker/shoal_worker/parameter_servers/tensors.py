@@ -4,8 +4,9 @@ A contiguous CPU tensor uses its own memory. A tensor on a device, or with a non
 uses a copy in host memory. A `HostTensor` may be used only on the training thread, except that the
 threads that call the servers read and write its values during an exchange.
 
-Also defines data types: the parts of tensors on each server, from the coordinator's shard map, and
-the gradients of a step with their encodings (`Iteration`).
+Also defines the parts of tensors on each server (`Piece`, `Partition`, `ServerShare`), as read from
+the coordinator's shard map; the gradients of a step (`Iteration`); and their encoded form
+(`Payload`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Number of elements in one row. The elements of a row have the same index in the first
+        """Number of elements in one row, which is the slice of the tensor at one index of the first
         dimension."""
         return math.prod(self._shape[1:])
 
@@ -96,7 +97,8 @@ class HostTensor:
         """Returns the flat tensor that receives values; `publish` copies them to the parameter.
 
         Raises:
-            ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`.
+            ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`
+                was called.
         """
         self._check_unchanged()
         if _is_host_memory(self.parameter):
@@ -124,9 +126,9 @@ class HostTensor:
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the flat gradient; None if the parameter has no gradient in this step. A copy
-        from a device is complete only once the device's stream has reached it.
-        """
+        """Returns the flat gradient; None if the parameter has no gradient in this step. If the
+        gradient is on a device, the returned copy is complete only once the device's stream has
+        executed it."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -204,8 +206,8 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
 
 
 def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> None:
-    """Checks the result of a round of `steps` inner steps for values that servers would reject,
-    before anything is sent.
+    """Checks the result of a round of `steps` inner steps, before anything is sent, for values that
+    servers would reject.
 
     Raises:
         InvalidRequestError (GRADIENT_NOT_FINITE): the result contains NaN or infinite values; the
@@ -284,7 +286,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and columns that codecs assume for this piece."""
+        """Number of rows and columns of the matrix as which codecs treat this piece."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -308,7 +310,8 @@ class Partition:
         self._landing: torch.Tensor | None = None
 
     def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
-        """Returns the positions of the pieces whose tensors are missing from `gradients`."""
+        """Returns the indices, within this partition, of the pieces whose tensors are missing from
+        `gradients`."""
         return tuple(
             position
             for position, piece in enumerate(self.pieces)
@@ -316,15 +319,15 @@ class Partition:
         )
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the range (first element, end) of each piece within the partition, except the
-        pieces at the positions `absent`."""
+        """Returns the range (first element, end) of each piece within the partition. `absent`:
+        indices of pieces to omit."""
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
 
     def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
-        """Returns the rows and columns of each piece by position, except the pieces at the
-        positions `absent`."""
+        """Returns the rows and columns of each piece, by the piece's index. `absent`: indices of
+        pieces to omit."""
         missing = frozenset(absent)
         return {
             position: piece.shape
@@ -335,8 +338,8 @@ class Partition:
     def gathered(
         self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()
     ) -> torch.Tensor:
-        """Returns the concatenated pieces, except the pieces at the positions `absent`. A single
-        piece is returned as a view, several pieces as a copy. May be called from any thread."""
+        """Returns the concatenated pieces: a view if there is a single piece, otherwise a copy.
+        `absent`: indices of pieces to omit. May be called from any thread."""
         missing = frozenset(absent)
         present = [
             piece.of(memory)
@@ -429,12 +432,12 @@ def shares(
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """This worker's report to every server at the end of a step."""
+    """The data that this worker sends to the servers at the end of a step."""
 
     clock: int
     """Number of iterations finished by this worker, including this one."""
     revision: Revision
-    """Hyperparameters for applying the push, unless the servers already have newer ones."""
+    """Hyperparameters to apply the push with, unless the servers already have newer ones."""
     gradients: Mapping[str, torch.Tensor]
     """Tensor name -> its flat gradient in this step, in host memory. Tensors without a gradient are
     omitted.
@@ -454,7 +457,7 @@ class Payload(NamedTuple):
 
     partition: Partition | PushedRows
     absent: tuple[int, ...]
-    """Positions of omitted pieces."""
+    """Indices, within the partition, of the pieces that are omitted."""
     length: int
     """Number of elements of the decoded payload."""
     codec: int
@@ -492,9 +495,9 @@ class Payloads:
             )
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
-        """Returns a function that returns the payload of one push of a partition, with the same
-        bytes in every attempt. The outcome of the push must be reported with `settle` before the
-        next push."""
+        """Returns a function that returns the payload of one push of a partition. Every call
+        returns the same bytes, so a push can be retried. The outcome of the push must be reported
+        with `settle` before the next push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)
@@ -519,10 +522,10 @@ class Payloads:
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Records which of these partitions have applied the last push (`applied`). In these, the
-        compression error becomes part of the next push. In the others, the push will never be
-        applied, and the previous compression error remains.
-        """
+        """Reports the outcome of the last push of these partitions, so that the compression error
+        is carried over correctly. `applied`: those that have applied the push; their new
+        compression error is added to the next push. The other partitions will never apply the push
+        and keep their previous compression error."""
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
             if compressed is not None and compressed.unanswered:
@@ -536,7 +539,7 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
 
 
 class PulledValues:
-    """Decodes values sent by servers with the user's choice of compression."""
+    """Decodes values that the servers have sent in the compression that the user chose."""
 
     def __init__(self, compression: str | None) -> None:
         """`compression`: value of `AsyncOptions.pull_compression`."""
@@ -550,7 +553,7 @@ class PulledValues:
         )
 
     def room(self, codec: int, length: int) -> torch.Tensor:
-        """Returns memory for receiving the payload of `length` values.
+        """Returns memory in which to receive the payload of `length` values.
 
         Raises:
             CorruptDataError (STREAM_MALFORMED): the codec was not requested.

@@ -1,7 +1,9 @@
-"""Pipeline parallelism: splits a model into stages and executes torch's schedules over any process
-group. Independent of strategies and sessions.
+"""Pipeline parallelism: splits a model into stages, and runs torch's pipeline schedules over any
+process group. Independent of strategies and sessions.
 
-`rank_pipeline` is one rank's part of a pipeline. `split` divides the model into stages, and
-`partial` runs one stage's part. `schedule` provides torch's schedules, `executor` executes them,
-communicating over `links`, and `micro_batches` splits batches.
+- `rank_pipeline`: the pipeline as one rank uses it.
+- `split`: divides a model into stages. `partial`: runs the part of a model that belongs to one
+  stage.
+- `schedule`: torch's schedules. `executor`: runs the actions of a schedule, which communicate over
+  `links`. `micro_batches`: splits batches.
 """

@@ -3,9 +3,9 @@
 torch provides the order of actions (schedule.py) and splits a backward pass into two halves
 (`_backward`). This module runs the stages itself instead of using torch's PipelineStage, for the
 reasons in docs/explanation/mesh.md#pipelines. It adds weighted gradients to the parameters'
-gradients, but neither averages nor reduces them.
+gradients, but does not combine the gradients of several replicas.
 
-For the first micro-batch of each input shape, the shape of each activation is sent before the
+When a micro-batch has an input shape for the first time, each activation's shape is sent before the
 activation itself. For later micro-batches of the same shape, receivers post their buffers in
 advance. Every step begins with a small all-reduce to check that all ranks were given the same
 batch; the first stage starts computing during this check.
@@ -107,19 +107,19 @@ class _Arriving:
 
 @dataclass
 class _Held:
-    """Data that a forward pass keeps for its backward pass."""
+    """Tensors that a forward pass of one stage and micro-batch keeps for its backward pass."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...] | None = None
-    """Gradients of the outputs; None: the outputs are losses, whose gradients are 1."""
+    """Gradients of the outputs. None if the outputs are losses, whose gradients are 1."""
     weights_later: list[dict[str, Any]] | None = None
     """torch's data for the second half of a split backward pass; None if the pass is not split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """Results of one pass through the schedule."""
+    """Results of one pass of a batch through the schedule."""
 
     losses: list[torch.Tensor]
     """Detached losses by micro-batch; empty if this rank does not have the last stage or there is
@@ -130,8 +130,9 @@ class Ran:
 
 
 class _IntoStage(torch.autograd.Function):
-    """Identity function, applied to a received value. That value is a leaf of the autograd graph,
-    so torch would not allow in-place operations on it, but a stage may begin with one."""
+    """Identity function that is applied to a value received from another stage. The value is a leaf
+    of the autograd graph, on which torch does not allow in-place operations, but a stage may begin
+    with such an operation."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -190,10 +191,13 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts checking whether all ranks were given batches of the same shapes, and whether any
-        rank has frozen or unfrozen parameters. If one has, all ranks forget the known shapes.
+        """Starts a comparison across ranks: whether all of them were given batches of the same
+        shapes, and whether any rank has frozen or unfrozen parameters. If any has, all ranks forget
+        the known shapes.
+
         Returns a function that waits for the result and applies it. Nothing may be sent to another
-        stage before that function has returned."""
+        stage before that function has returned.
+        """
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )
@@ -224,7 +228,7 @@ class ScheduleExecutor:
 
 
 class _Pass:
-    """One pass through the schedule."""
+    """One pass of a batch through the schedule."""
 
     def __init__(
         self,
@@ -335,8 +339,8 @@ class _Pass:
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
-        """Passes a value to the next stage. If that stage is on a different rank, stores the value
-        for sending."""
+        """Passes a stage's output to the next stage, or stores it for sending if that stage is on a
+        different rank."""
         if self._splits and any(one._is_view() for one in border.tensors):
             # torch's split backward pass detaches outputs in place, which is not possible for
             # views.
@@ -452,8 +456,8 @@ class _Pass:
             )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """Passes gradients back to the previous stage: one for each received tensor that requires a
-        gradient."""
+        """Passes the gradients of a stage's inputs to the previous stage: one for each received
+        tensor that requires a gradient."""
         if stage == 0:
             return
         gradients = tuple(
@@ -501,8 +505,8 @@ def _into_stage(received: Border) -> Border:
 def _generators_kept(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that restores torch's random generators on exit. Does nothing unless a
-    micro-batch has a seed."""
+    """Returns a context that restores the state of torch's random generators on exit. If no
+    micro-batch has a seed, the context has no effect."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

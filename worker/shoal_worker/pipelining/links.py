@@ -2,8 +2,8 @@
 over one process group.
 
 Works with any `torch.distributed.ProcessGroup`, even one that is not registered in torch's world.
-schedule.py ensures that any two ranks exchange their messages in the same order. Transfers
-therefore need no tags, which NCCL does not support. Every wait ends when the group times out or is
+schedule.py ensures that any two ranks send and receive their messages in the same order. Transfers
+therefore need no tags, which NCCL would not support. Every wait ends when the group times out or is
 aborted. A failure aborts the group, so that no other rank is left waiting for this one.
 
 All calls must come from one thread.
@@ -38,7 +38,8 @@ class Traffic:
     activations: int = 0
     gradients: int = 0
     headers: int = 0
-    """Bytes of activation shapes. A shape is sent only the first time that it occurs."""
+    """Bytes of messages with activation shapes. A shape is sent only when it occurs for the first
+    time."""
     shared: int = 0
     """Bytes of gradients of parameters shared by several stages."""
     outputs: int = 0
@@ -56,10 +57,15 @@ class Links:
         end: Callable[[str], None] | None = None,
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        """Connects the ranks. `end(reason)`: aborts the group on all ranks; None: the group's own
-        `abort` is used. `come_after(work)`: makes later computations on the device wait for a
-        transfer, if it consists of floating-point numbers that the host does not read; None: the
-        host waits for the transfer."""
+        """Connects the ranks of `group`.
+
+        Args:
+            end: called with a reason to abort the group on all ranks; None: the group's own `abort`
+                is used.
+            come_after: called with a transfer to make later computations on the device wait for it.
+                Used for floating-point tensors that the host does not read. None: the host waits
+                for these transfers.
+        """
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -82,7 +88,7 @@ class Links:
     @contextmanager
     def ending_on_failure(self, what: str) -> Iterator[None]:
         """Context that aborts the group if an exception is raised within it, so that the other
-        ranks notice immediately."""
+        ranks notice the failure immediately. `what`: description of the work, for errors."""
         try:
             yield
         except BaseException as error:  # a KeyboardInterrupt would leave the others waiting, too
@@ -99,8 +105,8 @@ class Links:
     # ------------------------------------------------------------------------------------ transfers
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Starts sending `tensor`, which must not change until `finish_sends`. `what`: description
-        of the transfer, for errors."""
+        """Starts sending `tensor`, which must not change until `finish_sends` has returned. `what`:
+        description of the transfer, for errors."""
         pending = self._sends[peer]
         while len(pending) >= _SENDS_AHEAD:
             self._finish_send(peer)
@@ -135,8 +141,8 @@ class Links:
     def start_all_reduce(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Callable[[], None]:
-        """Starts an all-reduce. The result is in place once the returned function has been
-        called."""
+        """Starts an all-reduce of `tensor`, in place. Returns a function that waits for the result.
+        """
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
@@ -195,7 +201,7 @@ def start_all_reduce(
     what: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Callable[[], None]:
-    """Starts an all-reduce. The result is in place once the returned function has been called."""
+    """Starts an all-reduce of `tensor`, in place. Returns a function that waits for the result."""
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     with _group_errors(what):
@@ -219,8 +225,9 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """Context that converts the error of a failed transfer or collective to GroupEndedError. The
-    group cannot be used any more, because the ranks' later operations might not match."""
+    """Context that converts the error of a failed transfer or collective to GroupEndedError. After
+    a failure, the group must not be used any more, because the ranks' later operations might not
+    match."""
     try:
         yield
     except MembershipChanged as error:
@@ -238,8 +245,8 @@ def _group_errors(what: str) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Converts all mappings in a value to dicts, and all DTensors to full tensors. For example,
-    logits of layers that are split across ranks may be DTensors."""
+    """Converts all mappings in a value to dicts, and all DTensors to full tensors. If layers are
+    split across ranks, logits may be DTensors, for example."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):

@@ -46,19 +46,19 @@ class Border:
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple of tensors that the model expects; 0: it expects a single tensor, not in
-    a tuple."""
+    """Length of the tuple of tensors that the next stage expects. 0 if it expects a single tensor
+    that is not in a tuple."""
     given: int = 0
-    """Bit mask of the tuple's elements, other than the first, that are not None. Layered models
-    pass on only the first element."""
+    """Bit mask of the elements of the tuple that are not None, apart from the first one. Layered
+    models send only the first element."""
 
     @classmethod
     def of(cls, value: Any, what: str) -> Border:
-        """Returns the border for a value that one block of a chain passes to the next, which must
-        be a tensor or a tuple of tensors.
+        """Returns the border for `value`, which one block of a chain passes to the next. `what`:
+        name of the block, for errors.
 
         Raises:
-            TypeError: the value is neither.
+            TypeError: the value is neither a tensor nor a tuple of tensors.
         """
         if isinstance(value, torch.Tensor):
             return cls(tensors=(value,))
@@ -79,8 +79,8 @@ class Border:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a value: in nested mappings, tuples and lists, and in attributes of
-    objects."""
+    """Yields all tensors in a value, including those in nested mappings, tuples and lists, and in
+    attributes of objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -92,8 +92,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """Makes the gradients of all tensors in `output` zero in the backward pass, even if the
-    incoming gradients are not finite."""
+    """Makes the backward pass of `output` start from zeros, even if the gradients that arrive there
+    are not finite."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)
@@ -101,7 +101,7 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A part of a batch that passes through the pipeline in one piece."""
+    """Part of a batch that passes through the pipeline as a unit."""
 
     inputs: Any
     """Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or a
@@ -113,12 +113,12 @@ class MicroBatch:
     samples: int
     """Number of samples."""
     seed: int | None = None
-    """Seed of random numbers, which each stage combines with its index; None: stages use the
+    """Seed of random numbers. Each stage combines it with its own index. None: stages use the
     current state of the random generators."""
 
     @property
     def call(self) -> Call:
-        """Arguments of the model."""
+        """Arguments with which to call the model."""
         return Call.of(self.inputs)
 
     @functools.cached_property

@@ -95,7 +95,7 @@ _LOOKS: Final = frozenset(
 
 
 class Placeholder(torch.Tensor):
-    """Represents a value that only another stage has; see the comment above."""
+    """Stands for a value that only another stage has; see the comment above."""
 
     received: torch.Tensor | None = None
     """The received value that has replaced the placeholder, if any. Used again if activation
@@ -123,8 +123,8 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """Represents a parameter of another stage; see the comment above. Its attributes can be read.
-    Transposing or detaching it gives an `Absent` too."""
+    """Stands for a parameter of another stage; see the comment above. Its attributes can be read.
+    Transposing or detaching it returns an `Absent` too."""
 
     @classmethod
     def __torch_function__(
@@ -183,8 +183,8 @@ class PartialModel(nn.Module):
     training mode."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        """Runs the stage. Returns the next stage's input as a `Border`, or the model's output on
-        the last stage. `received`: the previous stage's output; None on the first stage."""
+        """Runs the stage. Returns the input of the next stage as a `Border` or, on the last stage,
+        the model's output. `received`: the previous stage's output; None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -208,12 +208,14 @@ def partial_model(
     plain: Callable[[nn.Module], None] | None = None,
     inside: Inside | None = None,
 ) -> PartialModel:
-    """Returns the part of `module` that a stage runs, which shares the tensors of `module`. Modules
+    """Returns the part of `module` that one stage runs. It shares the tensors of `module`. Modules
     of other stages may be on the meta device.
 
-    `plain`: converts a module of another stage, so that it can be run to determine the shape of its
-    output; None: no conversion is needed. `inside`: wrapper for running the blocks of a chain, for
-    models that need to do something before or after their forward pass; None: no wrapper.
+    Args:
+        plain: converts a module of another stage, so that it can be run to determine the shape of
+            its output; None: no conversion is needed.
+        inside: wrapper in which the blocks of a chain are run, for models that need to do something
+            before or after their forward pass; None: no wrapper.
 
     Raises:
         ConfigurationError: a layered model cannot be copied.
@@ -266,8 +268,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised in the model's forward pass where the next stage begins, to end the pass. Not an
-    Exception, so that `except Exception` in the model does not catch it."""
+    """Raised inside the model's forward pass where the next stage begins, to end this stage's pass.
+    Not a subclass of Exception, so that `except Exception` in the model does not catch it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -289,7 +291,7 @@ class _State:
     run: _Run | None = None
     wrapped: int = 0
     given: int = 0
-    """Structure of the layers' outputs; see `Border.given`."""
+    """Elements of the tuples that the layers return; see `Border.given`."""
 
 
 class _LayeredPart(PartialModel):
@@ -354,7 +356,8 @@ class _LayeredPart(PartialModel):
         return output
 
     def _check_values(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Raises an error if a value that this stage passes on was computed from a placeholder."""
+        """Raises ConfigurationError if a value that this stage passes on was computed from a
+        placeholder."""
         for one in tensors:
             if isinstance(one, Placeholder):
                 raise ConfigurationError(
@@ -385,8 +388,8 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements a layer of an earlier stage: does not compute, but returns a placeholder for
-        the layer's output."""
+        """Replaces the forward method of a layer that belongs to an earlier stage. Computes
+        nothing, and returns a placeholder for the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
@@ -408,7 +411,8 @@ class _LayeredPart(PartialModel):
         return (hidden, *others)
 
     def _entering(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the new forward method of the stage's first layer."""
+        """Returns the forward method that replaces that of the stage's first layer. It uses the
+        received value as the layer's input."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             slot = _hidden_slot(args, kwargs)
@@ -434,8 +438,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, for a stage that consists only of
-        modules after the layers."""
+        """Returns the forward method that replaces that of the last layer, in a stage that consists
+        only of modules after the layers. It returns the received value."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)
@@ -447,8 +451,9 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _take(self, name: str, stand_in: Any) -> torch.Tensor:
-        """Returns the received value. If the layer runs again in the backward pass, returns the
-        value from the first run."""
+        """Returns the received value, to replace `stand_in`, the placeholder that the layer `name`
+        got as its input. If activation checkpointing runs the layer again, returns the same value
+        again."""
         known = getattr(stand_in, "received", None)
         if known is not None:
             return known  # type: ignore[no-any-return]  # torch's attributes are untyped
@@ -465,7 +470,8 @@ class _LayeredPart(PartialModel):
         return stand_in.received
 
     def _ending(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements the next stage's first layer: ends this stage's forward pass."""
+        """Replaces the forward method of the next stage's first layer: ends this stage's forward
+        pass."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
         raise _StageEnds(
@@ -473,8 +479,9 @@ class _LayeredPart(PartialModel):
         )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the new forward method of the last layer, if only modules after the layers follow
-        this stage."""
+        """Returns the forward method that replaces that of the last layer, in a stage that is
+        followed only by modules after the layers. It ends the stage's forward pass after the layer.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -565,9 +572,9 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns the name of the keyword argument that contains the previous layer's output: the first
-    keyword argument that is a tensor. Returns None if the output is the first positional
-    argument."""
+    """Returns the name of the keyword argument through which a layer gets the previous layer's
+    output: the first one that is a tensor. Returns None if the layer gets it as its first
+    positional argument."""
     if args:
         return None
     for name, value in kwargs.items():
@@ -597,8 +604,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Returns a cache key for an input of a module. Inputs with equal keys lead to outputs of the
-    same shapes. The key of a value of an unknown type does not equal any other key."""
+    """Returns a cache key for an input of a module. If two inputs have equal keys, the outputs have
+    the same shapes. The key of a value of an unknown type is not equal to any other key."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):

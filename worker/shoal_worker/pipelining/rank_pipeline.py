@@ -110,14 +110,15 @@ class PipelineSettings:
     schedule: str = "1f1b"
     """Name of the schedule; one of `schedule_names()`."""
     micro_batches: int = 4
-    """Number of micro-batches per batch. A batch with fewer samples has fewer micro-batches."""
+    """Number of micro-batches per batch. If a batch has fewer samples than this, each sample is a
+    micro-batch."""
     stages_per_rank: int | None = None
     """Number of stages on each rank. None: 1 for gpipe and 1f1b, 2 for other schedules."""
     cut_points: Sequence[str] | None = None
     """Names of the submodules that begin a new stage. None: stages are balanced by the size of
     their parameters in bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """Reduction of the losses of micro-batches: "mean" (weighted) or "sum"."""
+    """Reduction of the micro-batches' losses to the batch's loss: "mean" (weighted) or "sum"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
@@ -159,8 +160,8 @@ class Pipeline:
             plain, inside: see `partial_model`.
 
         Raises:
-            ConfigurationError: this model and these settings do not allow a pipeline on this number
-                of ranks.
+            ConfigurationError: this model cannot be trained as a pipeline with these settings and
+                this number of ranks.
         """
         kind = schedule_kind(settings.schedule)
         self.settings = settings
@@ -185,8 +186,8 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Runs the passes as `take_through` does, but returns the loss of this replica's batch on
-        every rank."""
+        """Does the same as `take_through`, but returns the loss of this replica's batch on every
+        rank."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):

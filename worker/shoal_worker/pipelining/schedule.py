@@ -2,8 +2,9 @@
 
 torch.distributed.pipelining computes the orders and inserts sends and receives that cannot
 deadlock; executor.py executes the orders. If a schedule requires more micro-batches than there are,
-the order is computed for the required number, and the missing micro-batches' actions are removed,
-which leaves a valid order. Schedules have torch's names and the short names below.
+the order is computed for the required number, and the actions of the missing micro-batches are then
+removed. The remaining order is valid. Schedules can be selected by torch's names, or by the short
+names below.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _COMPUTES: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKW
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a rank for one stage and micro-batch."""
+    """One action in a rank's order, for one stage and micro-batch."""
 
     kind: Kind
     stage: int
@@ -182,7 +183,8 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """Stage without a model, with the attributes that torch's schedules use to compute an order."""
+    """Stage without a model. It has the attributes that torch's schedules need to compute an order.
+    """
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = (
@@ -214,8 +216,8 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[
 def _check_complete(
     name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]
 ) -> None:
-    """Checks that each micro-batch passes each stage once forward and once backward, on the stage's
-    rank."""
+    """Raises an error unless each micro-batch passes each stage once forward and once backward, on
+    the rank that has the stage."""
     expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
     done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
     for rank, actions in order.items():

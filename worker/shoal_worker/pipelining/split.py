@@ -2,9 +2,9 @@
 rank.
 
 Each stage is a contiguous sequence of blocks. By default, stages are balanced by the size of their
-parameters in bytes: the largest stage is as small as possible (by dynamic programming), and among
-such splits, the sum of squares is minimal. The values and devices of parameters do not matter, so a
-model on the meta device is split in the same way.
+parameters in bytes: the largest stage is as small as possible and, among such splits, the sum of
+the squared sizes is minimal (found by dynamic programming). The parameters' values and devices are
+not used, so a model on the meta device is split in the same way.
 
 Blocks are found by the model's structure, not by tracing. Three forms of models are supported. A
 model with a method `pipeline_blocks()`, or an `nn.Sequential`, is a **chain**: each block takes the
@@ -56,7 +56,7 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a model that is never split: one or more submodules that run one after another."""
+    """Part of a model that is never split: one or more submodules that run one after another."""
 
     names: tuple[str, ...]
     """Names of the block's submodules in the model. In a layered model, all modules before the
@@ -81,8 +81,8 @@ class Blocks:
     has_head: bool = False
     """True if the last block of a layered model follows the layers."""
     everywhere: tuple[str, ...] = ()
-    """In a layered model, the modules that contain the layers and directly own parameters or
-    buffers; "" is the model itself. Their forward code runs on every stage and may use these
+    """In a layered model, the modules that contain the layers and own parameters or buffers
+    directly; "" is the model itself. Their forward code runs on every stage, and may use these
     tensors there."""
 
 
@@ -248,8 +248,8 @@ class SharedParameter:
     """All names of the parameter, in the model's order. The first one is its name in the
     optimizer's state."""
     stages: tuple[int, ...]
-    """Stages that have a copy, in ascending order. The first stage is the owner, which counts the
-    parameter."""
+    """Stages that have a copy, in ascending order. The first stage is the owner: its rank sums the
+    copies' gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +259,8 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """Name of each parameter and buffer -> its stages, in the model's order. A tied tensor is
-    listed under each of its names. The first stage is the owner."""
+    """Stages of each parameter and buffer, by its name, in the model's order. A tied tensor is
+    listed under each of its names. A tensor's first stage is its owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:
@@ -323,8 +323,8 @@ def split_model(
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Divides `sizes` into `parts` non-empty contiguous ranges and returns the start and end index
-    of each. The largest sum is minimal; among such ranges, the sum of squares is minimal.
-    O(len(sizes)^2 * parts)."""
+    of each. The largest sum of a range is minimal; among such divisions, the sum of the squared
+    sums is minimal. O(len(sizes)^2 * parts)."""
     totals = [0]
     for size in sizes:
         totals.append(totals[-1] + size)

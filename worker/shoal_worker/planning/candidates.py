@@ -1,4 +1,4 @@
-"""Selects strategies and meshes that are worth considering for a number of ranks."""
+"""Selects the strategies and meshes that are worth considering for a number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAGES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A strategy, together with a mesh of the ranks along its axes."""
+    """A strategy, together with the mesh in which it arranges the ranks."""
 
     strategy: str
     axes: Axes
@@ -89,8 +89,8 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
 
 
 def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
-    """Yields sizes for the replicas of hsdp, in ranks: one host, two hosts, four hosts and so on.
-    With a single host, yields half of its ranks."""
+    """Yields numbers of ranks per replica for hsdp: the ranks of one host, two hosts, four hosts
+    and so on. If there is only one host, yields half of its ranks."""
     size = ranks_per_host if ranks_per_host < world_size else world_size // 2
     while 1 < size < world_size:
         if world_size % size == 0:

@@ -1,4 +1,4 @@
-"""Types for a rank's memory by role, and for its traffic in a step."""
+"""Types for a rank's memory, by purpose, and for its traffic in a step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory in bytes, by role, on the rank that uses the most."""
+    """Memory in bytes, by purpose, on the rank that uses the most."""
 
     parameters: float
     gradients: float
-    """Gradients as the optimizer receives them. Gradients that are being sent count as staging."""
+    """Gradients as the optimizer receives them. Gradients that are being sent are part of
+    `staging`."""
     optimizer: float
     """State of the optimizer."""
     mirrors: float = 0.0
     """Parameters, gradients and optimizer state that the rank mirrors for another rank, so that the
     state survives if that rank fails."""
     staging: float = 0.0
-    """Temporary memory: gathered blocks, reductions in progress, and the copy from the start of a
-    round. Includes the model's buffers."""
+    """Temporary memory: gathered blocks, reductions in progress, and local_sgd's copy of the model
+    from the start of a round. Includes the model's buffers."""
     activations: float | None = None
     """Memory that autograd keeps for the backward pass; None: unknown, because no example inputs
     were given."""
@@ -33,18 +34,19 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.mirrors
 
     def roles(self) -> dict[str, float]:
-        """Returns the bytes by role. Unknown activations count as 0."""
+        """Returns the bytes by purpose (the names of the fields). Unknown activations are included
+        as 0."""
         return {field.name: getattr(self, field.name) or 0.0 for field in dataclasses.fields(self)}
 
     @property
     def total(self) -> float:
-        """Sum of all roles. This is an upper bound: a step's peak is rarely higher, because the
-        roles need not reach their maximum at the same time."""
+        """Sum of all fields. This is usually an upper bound on a step's peak, because the fields
+        need not reach their maximum at the same time."""
         return sum(self.roles().values())
 
 
 class When(enum.StrEnum):
-    """Time within a step when something is sent."""
+    """Phase of a step in which something is sent."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -56,7 +58,7 @@ class When(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One kind of message that a rank sends in a step."""
+    """Messages of one kind that a rank sends in a step."""
 
     what: str
     """Content of the message: gradients, parameters, mirrors, activations or averages."""
@@ -64,8 +66,8 @@ class Traffic:
     """Bytes that a rank sends in a step, averaged across ranks."""
     when: When
     group: int
-    """Number of adjacent ranks among which the message is sent. If they are all on one host, it
-    does not leave that host."""
+    """Number of adjacent ranks that exchange these messages. If all of them are on one host, the
+    messages do not leave it."""
     messages: float = 1.0
     """Number of collectives in a step."""
 
@@ -76,8 +78,8 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Returns the bytes that each rank sends in an all-gather or reduce-scatter of `size` bytes in
-    total."""
+    """Returns the bytes that each rank sends in an all-gather or reduce-scatter. `size`: size of
+    the gathered or summed tensor in bytes."""
     return size * (ranks - 1) / ranks
 
 

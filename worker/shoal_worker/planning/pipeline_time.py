@@ -1,5 +1,6 @@
-"""Simulates a pipeline's schedule to find a step's duration, the fraction of this time that ranks
-spend waiting, and the memory that they need."""
+"""Simulates a pipeline's schedule. The results are a step's duration, the fraction of this time
+that ranks spend waiting, and the memory for activations.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Costs of one micro-batch, for each stage."""
+    """Costs of one micro-batch in each stage."""
 
     forward_flops: tuple[float, ...]
     backward_share: float
     """Number of operations of a backward pass, divided by the number of operations of the forward
     pass."""
     kept: tuple[float, ...]
-    """Bytes that autograd keeps until the backward pass, by stage."""
+    """Bytes that autograd keeps from the forward to the backward pass, by stage."""
     recomputed: float
     """Bytes kept temporarily while activations are recomputed."""
     border_bytes: tuple[float, ...]
@@ -31,8 +32,8 @@ class StageCosts:
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Returns, for each rank, the maximum number of bytes of activations that it keeps at the same
-    time."""
+    """Returns, for each rank, the largest number of bytes of activations that it keeps at any time.
+    """
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0
@@ -54,9 +55,9 @@ def play(
     bytes_per_second: float,
     latency: float = 0.0,
 ) -> tuple[float, float]:
-    """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of this time that ranks spend waiting. `latency`: seconds that each action takes beyond
-    its computation."""
+    """Simulates one step. Returns its duration, from the first forward to the last backward pass,
+    in seconds, and the average fraction of this time that ranks spend waiting. `latency`: time that
+    each action takes in addition to its computation, in seconds."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
         [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions
@@ -94,7 +95,7 @@ def _ready(
     ends: dict[tuple[bool, int, int], float],
     bytes_per_second: float,
 ) -> float | None:
-    """Returns the time when an action's inputs are available; None if it is not known yet."""
+    """Returns the time at which an action's inputs are available; None if it is not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return 0.0  # the same rank has computed the rest of this pass before
     forward = action.kind is _FORWARD

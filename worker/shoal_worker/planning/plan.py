@@ -25,12 +25,12 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas or, if there are none, number of ranks among which the batch is
+    """Number of replicas. For strategies without replicas, number of ranks among which the batch is
     divided."""
     tensor: int
     pipeline: int
     samples: int
-    """Number of samples in a step for each of the `data` replicas or ranks."""
+    """Number of samples that each of the `data` replicas or ranks processes in a step."""
     memory: Memory | None
     """Memory in bytes on the rank that uses the most; None: the model cannot be trained in this
     way."""
@@ -39,11 +39,11 @@ class PlannedStrategy:
     """Estimated time; None: unknown, because no example inputs were given."""
     fits: bool
     reason: str
-    """Reason why the strategy does not fit or is impossible; empty if it fits."""
+    """Reason why the strategy does not fit or cannot be used; empty if it fits."""
 
     @property
     def exact(self) -> bool:
-        """True if the result equals the result of a single process that trains on the entire
+        """True if the strategy gives the same result as a single process that trains on the entire
         batch."""
         return self.strategy != "local_sgd"
 
@@ -108,8 +108,8 @@ _MOST: Final = 16
 
 
 def render(plan: Plan, *, everything: bool = False) -> str:
-    """Returns the plan as lines of at most `WIDTH` columns. `everything`: True to include all
-    rows."""
+    """Returns the plan as lines of text of at most `WIDTH` columns. `everything`: True to include
+    all rows."""
     fitting = [each for each in plan.strategies if each.fits]
     too_large = [each for each in plan.strategies if not each.fits and each.memory is not None]
     impossible = [each for each in plan.strategies if each.memory is None]
@@ -150,7 +150,8 @@ def render(plan: Plan, *, everything: bool = False) -> str:
 
 
 def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
-    """Returns the first rows, followed by the first row of each strategy that is not among them."""
+    """Returns the first `most` rows, followed by the first row of each strategy that is not among
+    them."""
     first = list(rows[:most])
     there = {each.strategy for each in first}
     for each in rows[most:]:

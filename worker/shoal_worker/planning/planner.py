@@ -54,7 +54,7 @@ def plan(
     bandwidth: float | str = Assumptions.bandwidth,
     local_bandwidth: float | str = Assumptions.local_bandwidth,
 ) -> Plan:
-    """Estimates the costs of every strategy for the model on `world_size` ranks: memory by role,
+    """Estimates the costs of every strategy for the model on `world_size` ranks: memory by purpose,
     traffic, a pipeline's bubble, and the time of a step.
 
     Does not train or communicate, and does not change the model or the optimizer. The model may be
@@ -145,8 +145,8 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
 
 
 def _order(each: PlannedStrategy) -> tuple[int, float, float]:
-    """Returns the sort key of a planned strategy. Sorting is stable, so candidates with the same
-    costs remain in order, the simplest first."""
+    """Returns the sort key of a planned strategy. Because sorting is stable, strategies with the
+    same costs remain in their original order, the simplest first."""
     if each.memory is None:
         return 3, 0.0, 0.0
     if not each.fits:
@@ -160,7 +160,7 @@ def _order(each: PlannedStrategy) -> tuple[int, float, float]:
 
 
 class _Planner:
-    """Plans strategies for one subject, one at a time."""
+    """Plans one strategy at a time, all for the same model and optimizer."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Planner:
         self._cut: dict[bool, Blueprints] = {}
 
     def planned(self, choice: Choice) -> PlannedStrategy:
-        """Returns the costs of a choice, or why it is impossible."""
+        """Returns the costs of a strategy on a mesh, or the reason why it cannot be used."""
         axes = choice.axes
         samples = 1 if self._batch is None else math.ceil(self._batch / axes.data)
         options, costs, reason = dict(choice.options), None, ""
@@ -219,8 +219,8 @@ class _Planner:
         )
 
     def _check(self, choice: Choice) -> None:
-        """Raises ConfigurationError if `as_distributed` would reject the choice, or if there are
-        fewer samples than replicas."""
+        """Raises ConfigurationError if `as_distributed` would reject the strategy and mesh, or if
+        there are fewer samples than replicas."""
         registry.check_model(
             registry.find(choice.strategy)[0].declaration,
             self._subject.module,

@@ -3,8 +3,8 @@ split a model.
 
 The layouts are the same as in a run: buckets (`replicated/buckets.py`), units and shards with their
 padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). This module
-defines what each engine keeps and sends; tests and docs/planner.md compare the results with real
-runs.
+adds what each engine keeps in memory and what it sends. Tests and docs/planner.md compare the
+results with real runs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _whole(subject: Subject) -> tuple[float, float]:
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """Returns the costs of `ddp`: each rank stores the complete model. The gradients are stored in
-    the buckets that are all-reduced."""
+    """Returns the costs of `ddp`. Each rank stores the complete model, and its gradients in the
+    buckets that are all-reduced."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
     buckets = lay_out(
@@ -96,8 +96,8 @@ def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
 
 
 def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int) -> Costs:
-    """Returns the costs of `local_sgd`: each rank stores the complete model, and a copy of it from
-    the start of the round. Parameters are averaged at the end of the round."""
+    """Returns the costs of `local_sgd`. Each rank stores the complete model, and a copy of it from
+    the start of the round. At the end of a round, parameters are averaged."""
     parameters, state = _whole(subject)
     memory = Memory(
         parameters=parameters,
@@ -157,8 +157,9 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: if entire tensors
-    are assigned to ranks, the rank that gets the first one; None: tensors are split."""
+    """Creates a unit. `mixed`: True if the configuration's dtypes for mixed precision apply.
+    `turn`: if entire tensors are assigned to ranks, the rank that gets the first one; None: tensors
+    are split."""
     config, dtype = subject.config, parameters[0].dtype
     summed = (
         torch.float64
@@ -188,8 +189,9 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """Returns the memory of the rank that uses the most, assuming that its mirrored shard is as
-    large as its own. `gathered`: True if all units are unsharded during the passes."""
+    """Returns the memory of the rank that uses the most, with units sharded at `stage`. A mirrored
+    shard is assumed to be as large as the rank's own. `gathered`: True if all units are unsharded
+    throughout the passes, instead of block by block."""
     apart = [stage is Stage.PARAMETERS or unit.unsharded_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -207,8 +209,8 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Returns positions of shards, one of which is the largest: only the first position if
-    parameters are split, or all positions if entire tensors are assigned to ranks."""
+    """Returns the indices of the shards that may be the largest: only the first one if parameters
+    are split, or all of them if entire tensors are assigned to ranks."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
@@ -223,8 +225,9 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
 
 
 def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
-    """Returns the temporary memory: gradients of units that are being accumulated or reduced, with
-    their receive buffers, and gathered parameters. `ahead`: number of blocks gathered ahead."""
+    """Returns the temporary memory: gathered parameters, and gradients that are being accumulated
+    or reduced, with their receive buffers. `ahead`: number of blocks that are gathered before they
+    are needed."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
@@ -243,8 +246,9 @@ def _cut_traffic(
     *,
     gathers: int | None = None,
 ) -> list[Traffic]:
-    """Returns the traffic of sharded units. `gathers`: number of times that sharded parameters are
-    gathered in a step; None: once in each pass, block by block."""
+    """Returns the traffic of sharded units. `gathers`: None if sharded parameters are gathered
+    block by block in each pass; otherwise, number of times that they are gathered in a step, before
+    the passes."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
 
@@ -355,7 +359,7 @@ def on_mesh(
         axes: sizes of the mesh's axes.
         blueprint: layout of the model on the mesh.
         samples: number of samples per replica.
-        stage: state that is sharded along the data axis; None: none.
+        stage: which state is sharded along the data axis; None: none.
         micro_batches: number of micro-batches in a pipeline.
     """
     pipelined = axes.pipeline > 1
@@ -414,8 +418,9 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
 def _place(
     subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int
 ) -> tuple[Memory, list[Traffic]]:
-    """Returns the memory of the first tensor-parallel part of a pipeline stage, and its traffic to
-    other replicas."""
+    """Returns the memory and the traffic of the first tensor-parallel rank of a pipeline stage. The
+    traffic is that with other replicas. `pipeline`: index of the stage's rank along the pipeline
+    axis."""
     at = Coordinate(pipeline, 0, 0)
     parameters = subject.parameters
     pieces = {
@@ -476,8 +481,8 @@ def _mesh_units(
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns the costs of one micro-batch of `samples` samples. Operations outside of all stages'
-    modules, mainly the loss, count as part of the last stage."""
+    """Returns the costs of one micro-batch of `samples` samples in each stage. Operations outside
+    of the stages' modules, mainly those of the loss, are included in the last stage."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]
@@ -514,8 +519,8 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Returns the traffic of activations. Tensor-parallel layers sum or gather their outputs in the
-    forward pass, and tensor-parallel blocks sum the gradients of their inputs in the backward
+    """Returns the traffic that tensor parallelism needs for activations. Split layers sum or gather
+    their outputs in the forward pass, and blocks sum the gradients of their inputs in the backward
     pass."""
     if plan is None:
         return []
@@ -551,8 +556,8 @@ def _tensor_traffic(
 
 
 def _tied(subject: Subject, blueprint: Blueprint) -> float:
-    """Returns the bytes that all ranks of a pipeline send to sum the gradients of parameters on
-    several stages."""
+    """Returns the bytes that the ranks of a pipeline send, in total, to sum the gradients of
+    parameters that are on several stages."""
     assert blueprint.split is not None
     sizes = {name: parameter.nbytes for name, parameter in subject.parameters.items()}
     sent = 0.0

@@ -24,12 +24,12 @@ from shoal_worker.planning.traced_passes import Passes
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions for estimating a step's time."""
+    """Speeds that are assumed for estimating a step's time."""
 
     device_flops: float = 312e12
     """Peak operations per second of a rank's device. Default: an A100 in bfloat16."""
     efficiency: float = 0.4
-    """Fraction of the peak that training achieves."""
+    """Fraction of `device_flops` that training reaches."""
     bandwidth: float = 12.5e9
     """Bytes per second that a rank sends to other hosts. Default: 100 Gbit/s for each rank."""
     local_bandwidth: float = 150e9
@@ -40,7 +40,7 @@ class Assumptions:
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
-        """Returns how many seconds the traffic takes if nothing else is sent."""
+        """Returns how many seconds it takes to send `traffic` if nothing else is sent."""
         return traffic.sent / self._speed(
             traffic.group
         ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
@@ -50,12 +50,13 @@ class Assumptions:
 
     @property
     def flops(self) -> float:
-        """Operations per second that training achieves."""
+        """Operations per second that training is assumed to reach."""
         return self.device_flops * self.efficiency
 
     def border_speed(self, group: int) -> float:
         """Returns the bandwidth between adjacent pipeline stages, in bytes per second. `group`:
-        number of ranks in a replica."""
+        number of ranks in a replica; if it exceeds a host, stages are assumed to be on different
+        hosts."""
         return self._speed(group)
 
 

@@ -1,4 +1,6 @@
-"""The subject of a plan: a model and its optimizer, reduced to their sizes."""
+"""The subject of a plan: a model and its optimizer. Only their sizes matter, so the model is on the
+meta device.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class StateSize:
     """Size of the state that an optimizer keeps for one parameter."""
 
     per_element: float
-    """Bytes per element of the parameter, for state that has the parameter's shape or grows with
-    it."""
+    """Bytes per element of the parameter, for those parts of the state that have the parameter's
+    shape or grow with it."""
     fixed: int
     """Bytes of all other state for the parameter, such as a step count."""
 
@@ -52,10 +54,10 @@ class Subject:
     optimizer: str
     """Name of the optimizer's class."""
     passes: Passes | None
-    """Measured passes; None if no example inputs were given."""
+    """Measurements of the passes; None if no example inputs were given."""
     buffer_bytes: int
     shared_buffer_elements: int
-    """Number of elements of the buffers that the ranks synchronize in each step: statistics and
+    """Number of elements of the buffers that the ranks combine in each step: statistics and
     counters."""
 
     @functools.cached_property
@@ -65,13 +67,14 @@ class Subject:
 
     @functools.cached_property
     def blocks(self) -> list[ParameterGroup]:
-        """Groups of parameters that are gathered together if parameters are sharded. The outermost
-        module's group comes first."""
+        """Groups of parameters that are gathered together under strategies that shard parameters.
+        The group of the outermost module comes first."""
         return in_blocks(self.module, self.config)
 
     @functools.cached_property
     def buckets(self) -> list[ParameterGroup]:
-        """Groups of parameters that are reduced together if parameters are not sharded."""
+        """Groups of parameters that are reduced together under strategies that do not shard
+        parameters."""
         return in_buckets(self.module, self.config)
 
     @functools.cached_property
@@ -163,8 +166,9 @@ def _state_sizes(
 def _state_size(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
 ) -> StateSize:
-    """Returns the size of the state that the optimizer keeps for one parameter after a step. Steps
-    a copy of the optimizer on a meta tensor or, if the optimizer needs values, on zeros."""
+    """Returns the size of the state that the optimizer has for one parameter after a step. Takes
+    the step with a copy of the optimizer, on a meta tensor or, if the optimizer needs values, on
+    zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
     except Exception:  # its code may raise anything for a meta tensor

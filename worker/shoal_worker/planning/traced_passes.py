@@ -4,7 +4,7 @@ inputs and outputs of modules, and the number of operations.
 The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are the same as
 in a real run, but no values are computed. Additional memory for a GPU's kernels (workspaces,
 different attention kernels) is not included. Modules with activation checkpointing keep only their
-inputs, and their operations count twice.
+inputs, and their operations are included twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter for a function that has as many operations as `known`, a torch function
+    """Returns a counter of operations for a function that has as many as `known`, a torch function
     with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, St
 
 @dataclass(kw_only=True)
 class ModulePass:
-    """Inputs and outputs of one module, summed over all of its calls."""
+    """Inputs, outputs and operations of one module, summed over all of its calls."""
 
     input_bytes: int = 0
     """Size of the module's first input tensor, in bytes."""
@@ -76,8 +76,8 @@ class Saved:
     size: int
     """Size in bytes."""
     module: str
-    """Path of the module that used the storage first (the innermost one). "" is the model itself,
-    or the loss."""
+    """Path of the module that used the storage first; the innermost one if modules are nested. ""
+    is the model itself, or the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,13 @@ class Passes:
     """Number of operations of the forward and the backward pass together."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """Memory that autograd keeps temporarily while the largest module with activation checkpointing
-    recomputes; empty if there is no such module."""
+    """Memory that autograd keeps temporarily while a module with activation checkpointing is
+    recomputed, for the module that needs the most. Empty if there is no such module."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """Returns the record of the first module in `paths` that was called. Returns an empty
-        record if none was, because some modules are used without being called."""
+        """Returns the record of the first module in `paths` that was called, or an empty record if
+        none was called. Some modules are used without being called."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
@@ -104,8 +104,8 @@ class Passes:
         return sum(self.io_of(name).flops for name in names)
 
     def kept_at_most(self, plan: TensorParallelPlan | None = None) -> float:
-        """Returns the maximum number of bytes that autograd keeps on a rank, including memory kept
-        during recomputation."""
+        """Returns the maximum number of bytes that autograd keeps on a rank, including the memory
+        that it keeps while a module is recomputed."""
         return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
 
     def kept(
@@ -114,9 +114,9 @@ class Passes:
         """Returns the bytes of `saved`, by module. By default, `saved` is everything that autograd
         keeps from the forward to the backward pass.
 
-        With a `plan`, only one part of each tensor inside a tensor-parallel block counts.
-        Exceptions are the tensors that every rank has in full: the block's input, and its summed
-        output.
+        With a `plan`, tensors inside tensor-parallel blocks are split, so only the part on one rank
+        is included. A block's input and its summed output are included in full, because every rank
+        has them.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
@@ -210,8 +210,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Callable that runs the forward pass, the loss and the backward pass. During the call,
-    including recomputation, the model's parameters are replaced by stand-ins."""
+    """The forward pass, the loss and the backward pass as one callable. During a call, including
+    recomputation, other tensors stand in for the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -220,8 +220,8 @@ class _Step(nn.Module):
     def forward(
         self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder
     ) -> tuple[int, tuple[Saved, ...]]:
-        """Returns the number of operations of the forward pass, and the memory that autograd keeps
-        while the largest checkpointed module recomputes."""
+        """Runs the passes. Returns the number of operations of the forward pass, and the memory
+        that autograd keeps while the largest checkpointed module is recomputed."""
         with (
             recorder.hooked(self.model),
             torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same),
@@ -264,7 +264,7 @@ class _Recorder:
     thread that runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:
-        """`own`: parameters and buffers, which are not activations."""
+        """`own`: the model's parameters and buffers, which are not recorded as activations."""
         self.modules: dict[str, ModulePass] = {}
         self.saved: dict[int, Saved] = {}
         self.beside = 0
@@ -311,8 +311,8 @@ class _Recorder:
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """Returns the memory that autograd keeps while a module recomputes, for the module that
-        keeps the most. Must be called within `hooked`."""
+        """Returns the memory that autograd keeps while a module is recomputed, for the module that
+        needs the most. Must be called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():

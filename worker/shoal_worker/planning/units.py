@@ -1,4 +1,4 @@
-"""Parses and formats amounts: bytes and rates."""
+"""Parses and formats numbers of bytes, operations and seconds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SCALES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
 def parse_bytes(what: str, value: str | float) -> int:
-    """Returns bytes, or bytes per second, from a number, or "80GB" (10^9), "80GiB" (2^30),
-    "25GB/s", "200Gbit/s". `what`: name of the value, for errors.
+    """Converts a number, or text such as "80GB" (10^9), "80GiB" (2^30), "25GB/s" or "200Gbit/s", to
+    bytes or bytes per second. `what`: name of the value, for errors.
 
     Raises:
         ConfigurationError: the value has none of these forms, or is not above 0.
@@ -31,8 +31,8 @@ def parse_bytes(what: str, value: str | float) -> int:
 
 
 def parse_flops(what: str, value: str | float) -> float:
-    """Returns floating-point operations per second from a number, or "312T", "312TFLOP/s". `what`:
-    name of the value, for errors.
+    """Converts a number, or text such as "312T" or "312TFLOP/s", to floating-point operations per
+    second. `what`: name of the value, for errors.
 
     Raises:
         ConfigurationError: the value has none of these forms, or is not above 0.
@@ -69,7 +69,7 @@ def readable_bytes(amount: float) -> str:
 
 
 def scale_for(amount: float) -> tuple[str, int]:
-    """Returns the largest unit that does not exceed an amount, and the number of bytes in that
+    """Returns the largest unit that is not larger than `amount`, and the number of bytes in that
     unit."""
     return next((each for each in _SCALES if amount >= each[1]), _SCALES[-1])
 

@@ -1,7 +1,8 @@
-"""Engines with a full replica of the model on every rank. Gradients are summed across ranks in each
-step, or parameters are averaged every few steps.
+"""Engines of strategies in which every rank has a full replica of the model. Gradients are summed
+across ranks in each step (ddp), or parameters are averaged every few steps (local_sgd).
 
-`engine`: the engine of ddp. `local_sgd`: the engine of local_sgd, based on it. `reduction`: sums
-gradients as they are computed. `buckets`: the layout of gradients, and their accumulation over
-micro-batches. `rounds`: state and averages of local_sgd's rounds.
+- `engine`: the engine of ddp. `local_sgd`: the engine of local_sgd, a subclass of it.
+- `reduction`: sums gradients during the backward pass. `buckets`: the layout of gradients in flat
+  buckets, and their accumulation over micro-batches.
+- `rounds`: state and averages of local_sgd's rounds.
 """

@@ -8,9 +8,9 @@ single process. `.grad` is a view of the bucket, so each gradient is in memory o
 
 Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
 together. Compressed all-reduces take two rounds, and the second round begins when all of them have
-finished the first. Even if one all-reduce fails, all of them are awaited, because an aborted step
-is repeated with the same memory, and collectives of the old group must not write to it any more. A
-failure marks the step as failed instead of raising an error; `optimizer.step()` then returns LOST.
+finished the first. Even if one all-reduce fails, all others are awaited too: an aborted step is
+repeated in the same memory, to which collectives of the old group must no longer write. A failure
+marks the step as failed instead of raising an error; `optimizer.step()` then returns LOST.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ is complete. Smaller gradients are processed together, which is faster."""
 
 
 class Slot:
-    """Position of one parameter's gradient in a bucket."""
+    """Location of one parameter's gradient in a bucket, and its progress in the current step."""
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         self.parameter = parameter
@@ -83,8 +83,8 @@ class Slot:
 
 
 class Bucket:
-    """Gradients that are sent together in one vector: [large gradients | small gradients | for each
-    parameter, the number of ranks that have its gradient | additional data]."""
+    """Gradients that are sent together in one flat vector: [large gradients | small gradients | for
+    each parameter, the number of ranks that have its gradient | additional data]."""
 
     def __init__(
         self,
@@ -107,9 +107,14 @@ class Bucket:
         """Number of slots whose gradients are not complete."""
 
     def fill(self, factor: float, *, sums: bool) -> None:
-        """Prepares this rank's contribution to the sum. A rank with weight 0 contributes zeros,
-        even if its gradients are NaN. `factor`: this rank's fraction of the total weight. `sums`:
-        True if the loss is summed; gradients are then not multiplied by `factor`."""
+        """Prepares this rank's contribution to the sum.
+
+        Args:
+            factor: this rank's fraction of the total weight. If it is 0, the rank contributes
+                zeros, even if its gradients are NaN.
+            sums: True if the loss is summed over the batch; gradients are then not multiplied by
+                `factor`.
+        """
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -150,9 +155,9 @@ class Bucket:
             self.presence.fill_(1.0)
 
     def settle(self, factor: float, *, owed: bool = False) -> None:
-        """Makes the sums available in `.grad`, or sets `.grad` to None if no rank has a gradient.
-        `owed`: True if the sum may contain compression residuals of earlier steps even if no rank
-        has a gradient."""
+        """Makes the sums available in `.grad`. If no rank has a gradient of a parameter, sets its
+        `.grad` to None. `factor`: as in `fill`. `owed`: True if the sums may contain compression
+        residuals of earlier steps, which are kept even if no rank has a gradient."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
@@ -178,11 +183,12 @@ def lay_out(
     riding: int,
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Divides parameters into buckets. A bucket has at most `cap_bytes`, or a single parameter, and
-    at least `minimum_elements`, if there are enough parameters of the same dtype and device.
+    """Divides parameters into buckets. A bucket has at most about `cap_bytes`, unless a single
+    parameter is larger, and at least `minimum_elements`, if there are enough parameters of the same
+    dtype and device.
 
-    Additional data of `riding` elements is part of the last bucket if that bucket's dtype can
-    represent it exactly. Otherwise it gets a separate bucket on `device`.
+    `riding`: number of elements of additional data. They are part of the last bucket if that
+    bucket's dtype can represent them exactly. Otherwise, they get a separate bucket on `device`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
@@ -288,8 +294,8 @@ class Flight:
         return group
 
     def land(self, step: Step | None) -> bool:
-        """Waits for all started reductions of `step`. Returns True if the step has not failed; all
-        sums are then available."""
+        """Waits for all reductions that `step` has started. Returns True if the step has not
+        failed, so that all sums are available."""
         if self._reductions:
             self._finish_compressed()
         works, self._works = self._works, []
@@ -354,10 +360,11 @@ class AccumulatedReduction:
 
     Each micro-batch is weighted by its number of samples. The sum, one flat vector, is reduced
     after the inner loop, and `.grad` receives the mean over the global batch. The result does not
-    depend on which rank computed which micro-batch, up to rounding. In float64 (deterministic), it
-    is even bitwise the same: products of float32 gradients and integer weights are summed exactly,
-    and the sum is rounded to float32 once. The exception is an element whose gradients differ by
-    more than a factor of 2^20 between micro-batches. Everything runs on the training thread.
+    depend on which rank computed which micro-batch, up to rounding. If the sums are float64
+    (`deterministic`), the result is even bitwise the same: products of float32 gradients and
+    integer weights are summed exactly, and the sum is rounded to float32 once. The exception is an
+    element whose gradients differ by more than a factor of 2^20 between micro-batches. Everything
+    runs on the training thread.
     """
 
     def __init__(
@@ -370,7 +377,8 @@ class AccumulatedReduction:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: True to sum only this rank's micro-batches, without a reduction across ranks."""
+        """`alone`: True to sum only this rank's own micro-batches, without a reduction across
+        ranks."""
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -468,8 +476,8 @@ class AccumulatedReduction:
             session.lifecycle.prepare_step()
 
     def _check_complete(self) -> None:
-        """Checks that all parameters that require gradients were included in the reduction;
-        otherwise raises ConfigurationError."""
+        """Raises ConfigurationError if a parameter that requires gradients was not included in the
+        reduction."""
         known = {id(p) for p in self._parameters}
         unfrozen = next(
             (

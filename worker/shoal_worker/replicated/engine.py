@@ -1,9 +1,9 @@
-"""Engine of strategies with a full replica of the model on every rank and a sum of gradients in
-every step.
+"""Engine of strategies in which every rank has a full replica of the model and gradients are summed
+in every step.
 
-The reductions are in `reduction.py` (plain steps, overlapped with the backward pass) and
-`buckets.py` (micro-batches). `local_sgd.py` is based on this engine, but averages parameters
-instead. All methods run on the training thread.
+The reductions are in `reduction.py` (steps without micro-batches; overlapped with the backward
+pass) and `buckets.py` (micro-batches). `local_sgd.py` is based on this engine, but averages
+parameters instead. All methods run on the training thread.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _CLEAR = (
 
 
 class ReplicatedEngine(Engine):
-    """Engine with a full replica of the model on every rank, and with gradients summed in every
-    step."""
+    """Engine for strategies in which every rank has a full replica of the model and gradients are
+    summed in every step."""
 
     keeps_parameters_unsharded = True
 
@@ -191,8 +191,8 @@ class ReplicatedEngine(Engine):
             self._reduce_what_is_left(step)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips the gradients and returns their norm. If necessary, first finishes the reduction.
-        Needs no communication after that, because every rank has all gradients."""
+        """Clips the gradients and returns their norm. First finishes the reduction if necessary.
+        Apart from that, needs no communication, because every rank has all gradients."""
         self._session.lifecycle.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
@@ -268,7 +268,7 @@ class ReplicatedEngine(Engine):
             self._check_optimizer_fits(state["optimizer"])
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the complete state, in groups, because it must be the same on all ranks."""
+        """Returns the complete state, in groups: all of it must be the same on all ranks."""
         optimizer = self.optimizer
         moments = (
             state_tensors(optimizer.state, dict(self.module.named_parameters()))
@@ -310,8 +310,8 @@ class ReplicatedEngine(Engine):
         self._keep_for_redo()
 
     def _keep_for_redo(self) -> None:
-        """Records the values, other than buffers, that passes may change, so that they can be
-        restored if the step is aborted."""
+        """Records the values that passes may change, so that they can be restored if the step is
+        aborted. Buffers are recorded elsewhere."""
         if self._session.elastic:
             self._writes.begin()
             self._attributes.begin()
@@ -336,8 +336,8 @@ class ReplicatedEngine(Engine):
         )
 
     def batch_begins(self) -> None:
-        """Starts observing gradients before the batch's first pass, because passes need not go
-        through `forward`."""
+        """Starts observing gradients before the batch's first pass. `forward` cannot do this,
+        because a pass need not go through it."""
         if (
             self._overlapped is None
             and self._session.elastic
@@ -355,7 +355,7 @@ class ReplicatedEngine(Engine):
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
-            # otherwise the passes may have used invalid values, and their results do not count
+            # otherwise the passes may have used invalid values, and their results are not used
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()
@@ -378,9 +378,9 @@ class ReplicatedEngine(Engine):
             self._prepare_vote(step)
 
     def _prepare_vote(self, step: Step) -> None:
-        """Prepares the step vote: adds digests of the values that passes and the script have
-        written to parameters and buffers, and exchanges buffers that contain minima or maxima with
-        the other ranks. On failure, marks the step as failed."""
+        """Prepares the step vote. Adds digests of the values that have been written to parameters
+        and buffers, by passes or by the script. Also exchanges buffers that contain minima or
+        maxima with the other ranks. On failure, marks the step as failed."""
         self._report_writes(step)
         if step.lost is None:
             self._agree_on_extremes(step)
@@ -389,8 +389,8 @@ class ReplicatedEngine(Engine):
         self._step_buffers.report_writes(step, self._writes)
 
     def _counts(self, step: Step) -> bool:
-        """Returns whether this rank's batch, in a step without micro-batches, has a weight above 0.
-        Minima and maxima from its passes count only in this case."""
+        """Returns whether this is a step without micro-batches in which this rank's batch has a
+        weight above 0. Minima and maxima from its passes are used only in that case."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
@@ -408,9 +408,9 @@ class ReplicatedEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Runs the commit all-reduce. If the vote shows that the script has changed buffers on any
-        rank after the backward pass, the step is not committed yet: the ranks sum the buffers'
-        changes again and repeat the vote."""
+        """Runs the commit all-reduce. The vote may show that, on some rank, the script has changed
+        buffers after the backward pass. In that case, the step is not committed yet: the ranks sum
+        the buffers' changes again and repeat the vote."""
         if not self._session.elastic:
             return [*vote], {}
         step.issues(COMMIT)
@@ -438,8 +438,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _reduce_what_is_left(self, step: Step) -> None:
-        """Finishes the step's reduction. With micro-batches, this is the complete reduction;
-        otherwise, it is the part that hooks of the backward passes have not done."""
+        """Finishes the step's reduction. With micro-batches, this is the entire reduction;
+        otherwise, only the part that was not done by hooks during the backward passes."""
         if step.share is None or step.lost is not None:
             return
         check_reproducible(self.config, step)
@@ -507,9 +507,9 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Records whether the step's gradients have not been cleared at its end. The next backward
-        pass would then add to them. Logs a warning if this step has added to earlier gradients that
-        newly joined ranks do not have."""
+        """Records at the end of a step whether its gradients have been cleared. If not, the next
+        backward pass adds to them. Logs a warning if this step has added to gradients of the
+        previous step that newly joined ranks do not have."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in

@@ -3,14 +3,16 @@ their parameters periodically.
 
 A *round* consists of the steps between two averages. Each rank commits steps without communication;
 a round is committed on all ranks together. A failure within a round takes effect at the end of the
-round, where all ranks' scripts are at the same position. The round's last step is then aborted, and
-every rank restores the state at the round's start (`StrategySession.keep`): parameters, optimizer
-state, buffers, registered state and cursor. The loader then redistributes the round's samples among
-the current ranks. A round ends after `sync_every` steps, or earlier if the epoch ends, because a
-script cannot reenter a loop that it has left. Joins, drains and stops wait until the round ends.
+round, when the scripts of all ranks have reached the same position. The round's last step is then
+aborted, and every rank restores the state that it had at the round's start
+(`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor. The
+loader then redistributes the round's samples among the current ranks. A round ends after
+`sync_every` steps, or earlier if the epoch ends, because a script cannot reenter a loop that it has
+left. Joins, drains and stops wait until the round ends.
 
 Each rank keeps its own optimizer state. A rank without optimizer state (a joiner, or a rank that
-has fallen behind) receives the mean of the other ranks' states."""
+has fallen behind) receives the mean of the other ranks' states.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
-    """Engine with a full replica of the model on every rank. Replicas are trained independently
+    """Engine of local_sgd: every rank has a full replica of the model, and trains it independently
     between averages."""
 
     def __init__(self, setup: Setup) -> None:
@@ -83,8 +85,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: parameters have just been averaged, so they
-        are the same on all ranks."""
+        """Number of steps since the last average. If it is 0, the parameters have just been
+        averaged, so they are the same on all ranks."""
         return self._round.steps
 
     # ------------------------------------------------------------------------------------- training
@@ -105,8 +107,8 @@ class LocalSGDEngine(ReplicatedEngine):
         yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Runs the forward and backward passes of this rank's batch. Returns its own loss, because
-        ranks do not communicate in each step."""
+        """Runs the forward and backward passes of this rank's batch. Returns the loss of this batch
+        only, because ranks do not communicate in each step."""
         step = self._session.lifecycle.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
@@ -262,8 +264,8 @@ class LocalSGDEngine(ReplicatedEngine):
     def _agree_on_counts(
         self, exchange: Exchange, *, step_weight: float, steps: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns pairs of a counter and its common value for all ranks. `step_weight`: weight of
-        the current step, or 0. `steps`: number of steps in the round."""
+        """Returns pairs of a counter buffer and the value that all ranks give it. `step_weight`:
+        weight of the current step on this rank, or 0. `steps`: number of steps in the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
@@ -278,8 +280,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
 
     def _check_alike(self, exchange: Exchange) -> None:
-        """Checks that buffers which can neither be averaged nor summed are the same on all ranks;
-        otherwise raises ConfigurationError."""
+        """Raises ConfigurationError unless all ranks have the same values in buffers that can
+        neither be averaged nor summed."""
         self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
         if names and len(set(exchange(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
@@ -328,8 +330,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Records module attributes only at the start of a round, because a single step is never
-        repeated: the complete round is repeated, from the copy made by `keep`."""
+        """Records the module's attributes, but only at the start of a round: a single step is never
+        repeated, only the entire round, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -337,7 +339,7 @@ class LocalSGDEngine(ReplicatedEngine):
             self._attributes.begin()
 
     def _report_writes(self, step: Step) -> None:
-        """Reports no writes, because ranks' parameters differ within a round anyway."""
+        """Does nothing, because parameters differ between ranks within a round anyway."""
 
     def _undo_writes(self) -> None:
         self._writes.forget()
@@ -392,8 +394,8 @@ class LocalSGDEngine(ReplicatedEngine):
         )
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state that is the same on all ranks at the end of a round. It includes only
-        the settings of the optimizer; `reshard` sends the optimizer's state."""
+        """Returns the state that is the same on all ranks at the end of a round. Of the optimizer,
+        it includes only the settings; `reshard` sends the optimizer's state."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -411,8 +413,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round_over()
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the model's parameters and buffers, which are averaged. Optimizer states differ
-        between ranks."""
+        """Returns the model's parameters and buffers, which are the same on all ranks once they
+        have been averaged. Optimizer states are not included, because they differ between ranks."""
         return {
             name: tensors
             for name, tensors in super().in_common().items()
@@ -453,8 +455,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def unsharded_for(self, channel: Channel) -> Iterator[None]:
-        """Sets the module's parameters and buffers to the ranks' averages within the block, because
-        ranks' values differ inside a round."""
+        """Context in which the module's parameters and buffers have the averages over all ranks.
+        Otherwise, each rank has its own values inside a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
@@ -499,8 +501,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns a copy of the result of `read`, which is called while the module has the ranks'
-        averages."""
+        """Calls `read` while the module has the averages over all ranks, and returns a copy of its
+        result."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:

@@ -4,8 +4,8 @@ samples.
 Each parameter's gradient is recorded when autograd has completed it. A bucket is sent as soon as it
 has all its gradients. At the end of the backward pass, the remaining buckets are sent, with zeros
 for unused parameters, and all reductions are awaited. Every rank therefore sends the same buckets
-in the same order, regardless of which parameters its batch uses. This is also true if the forward
-pass did not go through the wrapper's `forward`. If there was no backward pass, `optimizer.step()`
+in the same order, regardless of which parameters its batch uses. This also holds for forward passes
+that do not go through the wrapper's `forward`. If there was no backward pass, `optimizer.step()`
 sends the buckets. If a step has several backward passes, each of them reduces its gradients; by
 linearity the sum is correct. A failed collective is recorded and does not raise an error in
 `backward()`.
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class OverlappedReduction:
-    """Reduction for one batch per rank, bucket by bucket during the backward pass."""
+    """Sums gradients bucket by bucket during the backward pass, in steps in which each rank has one
+    batch."""
 
     def __init__(
         self,
@@ -112,10 +113,10 @@ class OverlappedReduction:
         run_last(self._completing)
 
     def follow(self, output: Any) -> None:
-        """Observes the backward pass through the `output` of a forward pass. The reduction ends
-        with that backward pass.
+        """Detects the backward pass that belongs to the forward pass with this `output`. The
+        reduction ends when that backward pass ends.
 
-        The backward pass is detected by the first gradient that reaches the output, because
+        The backward pass is considered to begin when the first gradient reaches the output, because
         backward passes may be nested (reentrant checkpointing). If the output contains no tensor,
         each nested pass ends with a separate reduction, which is also correct, but slower.
         """
@@ -147,9 +148,8 @@ class OverlappedReduction:
         self._reduce(step)
 
     def check_complete(self) -> None:
-        """Checks, in a reduced step, that no parameter has been unfrozen during a backward pass,
-        because its gradient would not be summed across ranks; otherwise raises
-        ConfigurationError."""
+        """Raises ConfigurationError if, in a step that is already reduced, a parameter was unfrozen
+        during a backward pass: its gradient is not summed across ranks."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -172,8 +172,8 @@ class OverlappedReduction:
         self._forget_pass()
 
     def sum_buffers_again(self, group: Group, step: Step) -> None:
-        """Sums all buffer changes again, in a separate all-reduce, because a script has changed
-        buffers. Raises MembershipChanged."""
+        """Sums the changes of all buffers again, in a separate all-reduce, because the script has
+        changed buffers since the first sum. Raises MembershipChanged."""
         share = _share(step)
         factor = _factor(share)
         if factor == 0.0:
@@ -185,8 +185,8 @@ class OverlappedReduction:
         self._buffer_changes = changes
 
     def write_buffers(self) -> None:
-        """Sets the buffers to the committed values plus the ranks' changes (see
-        `CommittedBuffers.apply`), which are the same on all ranks."""
+        """Sets the buffers to the committed values plus the changes of all ranks (see
+        `CommittedBuffers.apply`). The result is the same on all ranks."""
         if self._buffer_changes is not None:
             self._buffers.apply(self._buffer_changes)
         self._buffer_changes = None
@@ -216,8 +216,8 @@ class OverlappedReduction:
             self._completed(*found, step)
 
     def _completed(self, bucket: Bucket | None, slot: Slot, step: Step) -> None:
-        """Adds a complete gradient to its bucket, and sends each bucket that has all its gradients.
-        `bucket`: None if the gradient is sparse."""
+        """Adds a complete gradient to its bucket, and sends the next buckets for as long as they
+        have all their gradients. `bucket`: None if the gradient is sparse."""
         self._begun_in = step
         if not self._end_awaited:
             self._await_end()
@@ -239,9 +239,9 @@ class OverlappedReduction:
             self._send(self._buckets[self._next], step)
 
     def _before(self, slot: Slot) -> None:
-        """Scales a gradient that is already summed across ranks by this rank's fraction of the
-        weight, before autograd adds to it. Otherwise the next reduction would multiply it by the
-        number of ranks. Used with `loss_reduction="sum"`."""
+        """Multiplies a gradient that is already summed across ranks by this rank's fraction of the
+        weight, before autograd adds to it. The next reduction sums it across ranks again, and would
+        otherwise multiply it by the number of ranks. Used with `loss_reduction="sum"`."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -339,10 +339,13 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self, step: Step) -> None:
-        """Rebuilds the layout if parameters have been unfrozen. `prepare` does the same in the
-        model's `forward`, but passes need not go through `forward`. Called before the first bucket
-        is sent, either in a backward pass or in a step without one. All ranks rebuild the layout at
-        this point, regardless of which gradient is complete first."""
+        """Rebuilds the layout if it lacks a parameter that has been unfrozen. `prepare` does this
+        too, but it is called by the model's `forward`, which passes need not go through.
+
+        Called before the first bucket is sent, either in a backward pass or in a step without one.
+        All ranks therefore rebuild the layout at the same point, whichever gradient is complete
+        first.
+        """
         if self._unfrozen() is None:
             return
         if self.pending and any(
@@ -447,8 +450,8 @@ class OverlappedReduction:
 
 
 def _share(step: Step) -> Share:
-    """Returns this rank's share of the step's global batch. The step's batch must have been handed
-    out."""
+    """Returns this rank's share of the step's global batch. Must be called only once the loader has
+    handed out the step's batch."""
     assert step.share is not None
     return step.share
 

@@ -35,8 +35,8 @@ _CHUNK_ELEMENTS = 2 << 20
 
 def adding(channel: Channel) -> Add:
     """Returns a function that sums a tensor across the ranks of `channel`, in place and in rank
-    order. Each rank sends its complete tensor to all others. Used in operations, which are
-    infrequent and may include fewer ranks than the group."""
+    order. Each rank sends its complete tensor to all others. Meant for operations, which are rare
+    and may include fewer ranks than the group."""
 
     def add(tensor: torch.Tensor) -> None:
         if isinstance(channel, LocalChannel):
@@ -86,17 +86,20 @@ def agreed_counts(
     samples: float,
     exchange: Exchange,
 ) -> dict[str, torch.Tensor]:
-    """Returns the counters after a round. The changes that all ranks made to a counter in the round
-    are added to its earlier value. The exception is a counter of steps, which changes by the same
-    amount in every step of every rank: each step of the round is counted once. A counter whose
-    change equals the number of samples is not a counter of steps.
+    """Returns the values that counters have on all ranks after a round.
+
+    Usually, the changes that all ranks made to a counter in the round are added to the value that
+    it had before. A counter of steps is different: every step of every rank changes it by the same
+    amount, so each step of the round is counted once. A counter whose change equals the number of
+    samples is not treated as a counter of steps.
 
     Args:
         before, now: int64 counters by name, at the round's beginning and end.
         of_round: number of steps in the round.
-        steps, samples: number of the round's steps with samples on this rank, and number of these
-            samples.
-        exchange: exchanges messages with the other ranks."""
+        steps: number of steps of the round in which this rank had samples.
+        samples: number of these samples.
+        exchange: exchanges messages with the other ranks.
+    """
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
     rows = torch.stack(
@@ -126,11 +129,11 @@ def agreed_counts(
 def mean_optimizer_state(
     state: dict[int, dict[str, Any]], exchange: Exchange, add: Add, device: torch.device
 ) -> dict[int, dict[str, Any]]:
-    """Returns the mean of an optimizer's `state` across the ranks that have a state, by parameter
-    number as in `state_dict()["state"]`.
+    """Returns the mean of the ranks' optimizer states, by parameter index as in
+    `state_dict()["state"]`.
 
-    Each entry is the mean across the ranks that have a state of that parameter. Values other than
-    tensors are taken from the first such rank.
+    Each entry is the mean over the ranks that have a state of that parameter. Values other than
+    tensors are taken from the first of these ranks.
     """
     described = [json.loads(reply) for reply in exchange(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
@@ -209,8 +212,8 @@ class RoundOptions:
     average_optimizer_state: bool = False
     """True to average the optimizer state too."""
     outer_learning_rate: float = 1.0
-    """Factor of the outer update, > 0: how far parameters move from their values at the round's
-    start towards the round's average. 1: exactly to the average."""
+    """Learning rate of the outer update, > 0: how far parameters move from their values at the
+    round's start towards the round's average. 1: exactly to the average."""
     outer_momentum: float = 0.0
     """Momentum of the outer update, from 0 (none) to less than 1."""
     outer_nesterov: bool = False
@@ -238,7 +241,7 @@ class RoundOptions:
 
 
 def check_configuration(config: ShardingConfiguration) -> None:
-    """Checks the settings for local_sgd, where gradients stay on their rank.
+    """Checks the settings for local_sgd, under which no gradients are sent to other ranks.
 
     Raises:
         ConfigurationError: a setting has no meaning under local_sgd.
@@ -300,8 +303,8 @@ class Round:
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def ends_with_next_step(self, options: RoundOptions) -> bool:
-        """Returns whether the current step is the last of the round: by number, by epoch, or on
-        request."""
+        """Returns whether the current step is the last of the round: because of the number of
+        steps, the end of the epoch, or a request."""
         ends_epoch = self._source is not None and self._source.ends_epoch
         return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
 
@@ -333,8 +336,8 @@ class OuterMomentum:
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Changes the parameters from the round's average to their values at the start of the next
-        round."""
+        """Replaces the round's average in the parameters with the values with which the next round
+        starts."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():
             before = self._before[name]

@@ -1,8 +1,8 @@
 """Tracks the versions of sparse tables' buckets, in a job whose ranks take steps together.
 
-A bucket's version counts its pushes, so every rank knows each bucket's version after the last step.
-A different version means either that a server has lost its data, which is logged and tolerated, or
-that a different job is training the table, which is an error.
+Each push increases a bucket's version by one, so every rank knows the version that each bucket has
+after the last step. If a server reports a lower version, it has lost data, which is logged and
+tolerated. If it reports a higher version, a different job is training the table, which is an error.
 
 May be used only on the training thread.
 """
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class BucketVersions:
-    """Versions of the partitions once all committed pushes have been applied: partition ->
+    """The version that each partition has once all committed pushes have been applied: partition ->
     version."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
@@ -31,7 +31,7 @@ class BucketVersions:
         """Versions that this rank has read from servers since the last committed step."""
 
     def __bool__(self) -> bool:
-        """Returns whether any version is known."""
+        """Returns whether the version of any partition is known."""
         return bool(self._expected)
 
     def __getitem__(self, partition_id: int) -> int:
@@ -81,8 +81,9 @@ class BucketVersions:
         self._lost(expected - version)
 
     def agree(self, received: Sequence[Mapping[int, int]]) -> None:
-        """Combines the versions known to the ranks. Raises MembershipChanged if ranks know
-        different versions; each rank must then read the versions from the servers again."""
+        """Combines the versions known to the ranks. If ranks know different versions of a bucket,
+        forgets them, so that each rank must read them from the servers again, and raises
+        MembershipChanged."""
         known: dict[int, set[int]] = {}
         for versions in received:
             for partition_id, version in versions.items():
@@ -97,8 +98,8 @@ class BucketVersions:
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:
-        """Records a committed step that has pushed to these buckets, which increases their
-        versions."""
+        """Records a committed step. `pushed`: the buckets to which the step has pushed, which
+        increases their versions by one."""
         self._found.clear()  # not earlier, because a repeated step needs a new key too
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
@@ -108,6 +109,7 @@ class BucketVersions:
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, versions: Mapping[str, int]) -> None:
-        """Loads the result of `encode`. The versions count as newly read from servers."""
+        """Loads the result of `encode`. The versions are treated as if they had just been read from
+        servers."""
         self._expected = {int(each): version for each, version in versions.items()}
         self._found = dict(self._expected)

@@ -1,9 +1,9 @@
-"""Interface between ddp's engine and the sparse tables of its model. All other parameters of the
-model are on every rank.
+"""Interface between ddp's engine and the sparse tables of its model.
 
-The rows are on parameter servers, but the engine does not depend on these: `step_tables.py`
-contains the client, and a strategy combines the two. All calls must come from the training thread,
-in the order of the methods below."""
+Every rank has all parameters of the model, but the tables' rows are on parameter servers. The
+engine does not depend on these: `step_tables.py` contains the client, and a strategy combines the
+two. All calls must come from the training thread, in the order of the methods below.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class StepTables(Protocol):
         ...
 
     def step_begins(self) -> None:
-        """Begins a step and drops the data of earlier lookups."""
+        """Begins a step and discards the gradients of earlier lookups."""
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends a micro-batch: multiplies the gradients collected since the last call by its weight,
-        and adds them to the step's gradients."""
+        """Ends a micro-batch: multiplies the gradients collected since the last call by `weight`,
+        the weight of the micro-batch, and adds them to the step's gradients."""
         ...
 
     def reduce(self) -> None:
@@ -50,16 +50,17 @@ class StepTables(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discards the current step, which was aborted or not intended as a step. Nothing is pushed
-        for it."""
+        """Discards the current step, because it was aborted, or because the passes were not part of
+        a step. Nothing is pushed for it."""
         ...
 
     def deliver(self) -> None:
-        """Pushes what this rank has not pushed yet of its part of the last step. Must be called
-        once the step has ended.
+        """Pushes this rank's share of the last step to the servers, unless it has already done so.
+        Must be called once the step has ended.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was unreachable for too long."""
+            DeadlineError (SERVER_AWAY): a server was unreachable for too long.
+        """
         ...
 
     def drop_gradients(self) -> None:
@@ -73,11 +74,12 @@ class StepTables(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """Returns the information about the rows on the servers that a joiner needs; empty before
-        the first step."""
+        """Returns what a joiner must know to use the rows on the servers: the versions of the
+        buckets, and the pushes of the last step that may not have arrived yet. Empty before the
+        first step."""
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the result of `capture`. None: nothing is known about the rows, so the rows on
-        the servers are used as they are."""
+        """Restores the result of `capture`. If `state` is None, nothing is known about the rows,
+        and the rows on the servers are used as they are."""
         ...

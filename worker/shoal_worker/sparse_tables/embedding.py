@@ -1,12 +1,12 @@
 """Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
 
 A forward pass looks up each row of its batch once, and keeps the rows only as long as autograd
-does. The table collects the rows' gradients until the step uses them: under async_sgd and ddp,
-`optimizer.step()` pushes them to the parameter servers; in a single process, `apply_gradients`
-applies them. Rows come from a `RowSource`: the process itself, until `as_distributed` replaces it
-with the servers.
+needs them. Hooks in the backward pass collect the rows' gradients in the table until the step uses
+them: under async_sgd and ddp, `optimizer.step()` pushes them to the parameter servers; in a single
+process, `apply_gradients` applies them. Rows come from a `RowSource`: at first from this process
+(`OwnRows`), and from the servers once `as_distributed` has been called.
 
-May be used only on the training thread. Hooks in the backward pass collect the gradients.
+May be used only on the training thread, apart from these hooks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LookedUp:
     values: Values
     """The rows, of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Version of each of the table's partitions when its rows were read; the oldest version, if
+    """Version that each of the table's partitions had when its rows were read; the oldest one if
     several requests were needed. Empty if the rows are in this process."""
 
 
@@ -67,7 +67,7 @@ class RowSource(Protocol):
 
 
 class OwnRows:
-    """Source of the rows of a table that is stored in this process."""
+    """The rows of a table that is stored in this process."""
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
         """Creates a table. `like`: table whose rows are copied; None: the table is empty."""
@@ -98,7 +98,8 @@ class RowGradients:
     values: Values
     """Gradients, of shape `[n, dim]`. May contain NaN or infinity."""
     versions: Mapping[int, int]
-    """Oldest versions of the rows used to compute the gradients; see `LookedUp.versions`."""
+    """Versions of the rows that the gradients were computed with, by partition; the oldest version
+    if there were several lookups. See `LookedUp.versions`."""
 
 
 class SparseEmbedding(nn.Module):
@@ -202,8 +203,8 @@ class SparseEmbedding(nn.Module):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Prefetches the rows of a future batch in the background; returns immediately. The first
-        lookup whose ids are all among `ids` uses the prefetched rows, which do not include later
-        pushes, not even pushes of this worker."""
+        lookup whose ids are all among `ids` uses the prefetched rows. They do not include pushes
+        made after the prefetch, not even this worker's own."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:
@@ -228,7 +229,8 @@ class SparseEmbedding(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Declared shape: number of rows (0 for any id), and elements in a row."""
+        """Declared shape: number of rows (0 if ids are any 64-bit numbers), and number of elements
+        in a row."""
         return self.num_embeddings or 0, self.embedding_dim
 
     def come_from(self, source: RowSource) -> None:
@@ -246,8 +248,8 @@ class SparseEmbedding(nn.Module):
         self._own, self._source = None, source
 
     def gradients(self) -> RowGradients | None:
-        """Returns the step's gradients, summed by id; None if there are none. The gradients are
-        kept until `drop_gradients` is called."""
+        """Returns the step's gradients, summed by id; None if there are none. The table keeps them
+        until `drop_gradients` is called."""
         if not self._gathered:
             return None
         ids = np.concatenate([ids.cpu().numpy() for ids, _, _ in self._gathered])
@@ -310,7 +312,7 @@ class SparseEmbedding(nn.Module):
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of a batch, each row once, and the index of each id's row."""
+        """Returns the distinct rows of a batch, and for each id the index of its row among them."""
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)

@@ -1,8 +1,10 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
-The reader is a read-only client, so no worker waits for it. It reads from all servers in parallel,
-over its own connections. It may be called from any thread, including the training thread and the
-threads that prefetch rows or write checkpoints."""
+The reader only reads, so the servers do not treat it as a participating worker, and no other worker
+ever waits for it. It reads from all servers in parallel, over its own connections. It may be called
+from any thread, including the training thread and the threads that prefetch rows or write
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Returns whether a retry of a call that failed with this error may succeed. Returns False for
-    a damaged checkpoint file, because it will not be repaired."""
+    """Returns whether a call that failed with this error may succeed if it is retried. Returns
+    False for a damaged checkpoint file, because nothing will repair it."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
@@ -135,10 +137,11 @@ class RowReader:
         return found is not None
 
     def find_for_certain(self) -> None:
-        """Waits until the coordinator has reported the servers' locations. A server that does not
-        know yet that its backup has replaced it may return old data for a while. If a result seems
-        too old, the caller should therefore call this method and read again. Raises the same errors
-        as `read`."""
+        """Waits until the coordinator has reported the servers' locations.
+
+        A server that has been replaced by its backup may return old data until it learns this. If a
+        result seems too old, call this method and read again. Raises the same errors as `read`.
+        """
 
         def ask() -> None:
             if not self.find():
@@ -156,8 +159,8 @@ class RowReader:
         return self._client(_addresses(shard_map, [partition_id])[partition_id]), shard_map.epoch
 
     def look(self) -> dict[int, pb.PartitionVersion]:
-        """Returns the servers' versions of all partitions that are buckets. Raises the same errors
-        as `read`."""
+        """Returns the version of each bucket, as reported by its server. Raises the same errors as
+        `read`."""
 
         def look() -> dict[int, pb.PartitionVersion]:
             with self._lock:
@@ -246,8 +249,9 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Reads rows from one server's buckets into `values`, at the positions given in `share`.
-        Returns the oldest version read from each bucket."""
+        """Reads rows from one server's buckets and writes them to `values`. `share`: for each
+        bucket, the indices in `ids` of the rows to read. Returns the oldest version read from each
+        bucket."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):

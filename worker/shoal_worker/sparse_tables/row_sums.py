@@ -1,5 +1,6 @@
-"""Row gradients of a step under ddp: one rank's part, and the sum of all ranks' parts
-(step_tables.py)."""
+"""Row gradients of a step under ddp: the part that one rank has computed, and the sum of all ranks'
+parts (step_tables.py).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's weighted part of a step's row gradients, by table and id. The values are float64,
-    so that with micro-batches, whose weights are integers, the sum does not depend on which rank
-    computed which part (see `replicated/buckets.py`)."""
+    """The row gradients that this rank has computed in a step, weighted, by table and id. The
+    values are float64, so that with micro-batches, whose weights are integers, the sum does not
+    depend on which rank computed which micro-batch (see `replicated/buckets.py`)."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
         self._tables = tables
@@ -31,8 +32,9 @@ class RowSums:
         """Versions of the rows used to compute the gradients."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Takes the gradients from the tables, multiplies them by `factor` and adds them. If the
-        factor is 0, the gradients are discarded. `weight`: weight of the micro-batch."""
+        """Takes the gradients from the tables, multiplies them by `factor` and adds them to this
+        rank's sums. If `factor` is 0, the gradients are discarded. `weight`: weight of the
+        micro-batch."""
         for table in self._tables:
             gradients = table.gradients()
             if gradients is not None and factor != 0:
@@ -50,7 +52,7 @@ class RowSums:
         self._weight = 0.0
 
     def dump(self, metadata: Mapping[str, Any]) -> bytes:
-        """Encodes this rank's part for the other ranks. `metadata`: additional JSON-able values."""
+        """Encodes this rank's sums for the other ranks. `metadata`: additional JSON-able values."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in self._parts.items():
             ids, sums = summed(parts)

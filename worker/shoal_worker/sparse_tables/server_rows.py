@@ -1,10 +1,11 @@
 """Reads entire buckets of a model's sparse tables from the job's parameter servers for checkpoints,
 and restores them from a checkpoint.
 
-A bucket is streamed through this process piece by piece, from a server to a file or back. Each
-restoration has a number, so that a server applies it only once, even if it is sent several times or
-by several ranks. The number is larger than the numbers of all restorations in earlier generations,
-and of all restorations known to the servers."""
+A bucket is streamed piece by piece through this process, between a server and a file. Each
+restoration of rows has a number, so that a server applies it only once, even if it is sent several
+times or by several ranks. The number is higher than those of all restorations in earlier
+generations, and of all restorations known to the servers.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +201,7 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Row store for ranks that take steps together. Between steps, it contains the rows as of the
+    """Row store for ranks that take steps together. Between steps, reads return the rows as of the
     last step."""
 
     steady = True
@@ -217,8 +218,8 @@ class StepRowStore(ServerRowStore):
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
         """`settle`: blocks until the servers have received the entire last step. `expected`:
-        returns a partition's version after that, or 0 if it is not known. `found`: called with
-        versions read from partitions."""
+        returns the version that a partition has then, or 0 if it is not known. `found`: called with
+        the versions that have been read."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -229,8 +230,9 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """Implements `RowStore.fetch`. If rows belong to a different step, proceeds as a lookup
-        does; see `ServerStepTables`."""
+        """Implements `RowStore.fetch`. If the rows are older than expected, looks up the servers'
+        locations and reads again, because the server may have been replaced. Then reports the
+        version that was read to `found`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

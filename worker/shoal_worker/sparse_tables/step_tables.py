@@ -88,21 +88,21 @@ rank: from a previous run, or from steps that a return to a checkpoint has undon
 
 class SynchronousJob(Job):
     """The job of a worker that takes steps together with other ranks. Such a worker leaves only at
-    step boundaries, in agreement with all ranks. A wait for a server therefore never ends early
-    because the worker should leave."""
+    step boundaries, when all ranks have agreed. A request to leave therefore never ends a wait for
+    a server."""
 
     takes_steps = False
 
     @property
     def leaving(self) -> bool:
-        """False once the worker has begun to take steps. Before that, True if the worker should
-        leave; see `Job.leaving`."""
+        """False once the worker has begun to take steps. Before that, True if the worker has been
+        asked to leave; see `Job.leaving`."""
         return not self.takes_steps and super().leaving
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """A step's pushes to the buckets of all tables."""
+    """One step's gradients of all tables, and its pushes to their buckets."""
 
     key: int
     """Unique key of the step, sent with its pushes."""
@@ -115,8 +115,8 @@ class _Step:
     known_to_all: bool = False
     """True if it is known that no rank will repeat the step."""
     delivered_as: tuple[int, int] | None = None
-    """Number of pushing ranks, and this rank's index among them, when it last pushed its share;
-    None if it has not pushed yet."""
+    """Number of pushing ranks and this rank's index among them, at the time when this rank last
+    pushed its share; None if it has not pushed yet."""
     unseen: set[int] = field(default_factory=set)
     """Partitions that are not yet known to have received the step's push."""
 
@@ -298,10 +298,13 @@ class ServerStepTables:
         pending.delivered_as = ranks, place
 
     def _pushing(self) -> tuple[int, int]:
-        """Returns the number of ranks that push and this rank's index among them. Servers reject
-        pushes of a leaving rank as soon as the coordinator has formed a generation without it.
-        Ranks learn about that generation at different times; a rank that has already pushed its
-        share then pushes again, with the new shares."""
+        """Returns the number of ranks that push the last step, and this rank's index among them.
+
+        As soon as the coordinator has formed a generation without a leaving rank, servers reject
+        that rank's pushes, so the other ranks also push its share. Ranks learn about the new
+        generation at different times. A rank that has already pushed its share under the old
+        division then pushes its new share.
+        """
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -361,17 +364,21 @@ class ServerStepTables:
     # -------------------------------------------------------------------------------------- lookups
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """Returns the rows with these ids as of the last step. The ids must be distinct. Raises the
-        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if a different job is training
-        the rows, and DeadlineError if this rank should leave and the other ranks have not pushed
-        its part of the last step."""
+        """Returns the rows with these ids as of the last step. The ids must be distinct.
+
+        Raises:
+            PreconditionError (TABLE_AHEAD): a different job is training the rows.
+            DeadlineError: this rank was asked to leave, and the other ranks have not pushed its
+                share of the last step in time.
+            ShoalError: as in `RowReader.read`.
+        """
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # results computed from these rows do not count
+                return found  # results computed from these rows are not used
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)
@@ -429,7 +436,8 @@ class ServerStepTables:
 
     def _see_all(self) -> None:
         """Waits until all partitions have received the last step and this rank knows their
-        versions, or until it is known that the current step must not be committed."""
+        versions. Returns early if the current step turns out to be one that must not be committed.
+        """
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
@@ -488,7 +496,7 @@ class ServerStepTables:
         self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
     ) -> _Step:
         """Creates a step's pushes. `steps_back`: 0 for the current step; 1 for the last committed
-        step, which the known versions already count."""
+        step, which the known versions already include."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]
@@ -504,7 +512,7 @@ class ServerStepTables:
         return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
 
     def _may_push(self, step: _Step) -> bool:
-        """Returns whether the step may be pushed, because it is known that no rank will redo it."""
+        """Returns whether the step may be pushed: it is known that no rank will redo it."""
         return step.known_to_all or not self._session.elastic or self._generation != step.generation
 
     def _push(self, step: _Step, partitions: Sequence[int]) -> None:
@@ -571,9 +579,9 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """Pushes all parts of the last step that are not known to be on the servers, including
-        other ranks' shares, because no later lookup would notice a missing push. Must be called at
-        the end of the run."""
+        """Makes sure at the end of the run that the servers have the last step: pushes all shares
+        that may be missing, including those of other ranks, because no later lookup would notice a
+        missing push."""
         if self._shut_out:
             return
         if not self._may_push(step):

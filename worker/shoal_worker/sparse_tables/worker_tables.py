@@ -85,14 +85,14 @@ def buckets_of_tables(
 def pushed_rows(
     table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients
 ) -> dict[int, PushedRows]:
-    """Returns a step's push to each bucket of the table, including buckets without rows in the
-    step. `partitions`: partitions of the table, by bucket number.
+    """Returns a step's push to each bucket of the table; buckets without rows in this step get an
+    empty push. `partitions`: partitions of the table, by bucket number.
 
     Raises:
         InvalidRequestError (GRADIENT_NOT_FINITE): gradients are not finite; the message names the
             table. The step must not be pushed.
-        LimitError (PAYLOAD_TOO_LARGE): there are more rows than a push may have. The step must not
-            be pushed.
+        LimitError (PAYLOAD_TOO_LARGE): there are more rows than one push can carry. The step must
+            not be pushed.
     """
     _check_finite(table, gradients.ids, gradients.values)
     found: dict[int, PushedRows] = {}
@@ -142,12 +142,15 @@ class Tables:
         patience: timedelta,
         stopped: Callable[[StopTraining], None],
     ) -> None:
-        """Connects the tables to the servers, which provide the rows from now on. `patience`:
-        maximum time that a server may be unreachable. `stopped`: called on the training thread if
-        the run ends while this thread waits for rows.
+        """Connects the tables to the servers, which provide the rows from now on.
+
+        Args:
+            patience: maximum time that a server may be unreachable.
+            stopped: called on the training thread if the run ends while that thread waits for rows.
 
         Raises:
-            ConfigurationError: a table has already been trained in this process."""
+            ConfigurationError: a table has already been trained in this process.
+        """
         if not self._tables:
             return
         self._reader = RowReader(job, shard_map, patience=patience)
@@ -198,8 +201,8 @@ class ServerRows:
         """Prefetches, oldest first: the ids in ascending order, and their rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`. Errors of
-        prefetches are ignored."""
+        """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`. If a prefetch
+        has failed, ignores its error and reads the rows."""
         try:
             return self._prefetched(ids) or self._reader.read(self._partitions, self._dim, ids)
         except StopTraining as stop:

@@ -21,14 +21,15 @@ class StoreTimeoutError(DeadlineError, DistStoreError):
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):
-    """The store was aborted, because the group that was forming over it has been superseded."""
+    """Raised because the store was aborted: the group that was being formed with it has been
+    superseded by a newer one."""
 
 
 class StoreValueError(InvalidRequestError, DistStoreError):
-    """The value of a key does not support the call, such as `add` on a value that is not a
-    number."""
+    """Raised if the value of a key does not support the call, such as `add` on a value that is not
+    a number."""
 
 
 class StoreUnavailableError(UnavailableError, DistNetworkError):
-    """The store's server does not respond, and the call could not be retried safely, or its retry
-    failed too."""
+    """Raised if the store's server does not respond, and the call could not be retried safely or
+    its retry failed too."""

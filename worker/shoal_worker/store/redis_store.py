@@ -6,9 +6,9 @@ which is never used again. Nothing is pickled: keys are strings, values are byte
 chooses new prefixes; for plain scripts, rendezvous.py does.
 
 Threads: every method may be called from any thread, including Gloo's, and a blocked wait does not
-block other threads. `abort` ends all blocked waits of a store immediately. A wait blocks until the
-key's writer publishes a message (wakeups.py), and checks again every 0.5 s in case that message is
-lost. If Redis does not respond, a wait keeps trying until its deadline.
+block other threads. `abort` ends all blocked waits of a store immediately. A wait blocks until a
+message announces that the key was written (wakeups.py), and checks the key every 0.5 s in case that
+message is lost. If Redis does not respond, the wait keeps trying until its deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """Redis client that has reached its server, and the number of stores that use it."""
+    """Connection to a Redis server that has responded at least once, shared by several stores."""
 
     def __init__(self, url: str) -> None:
         # The client makes no retries, because it does not know which commands are safe to retry.
@@ -67,8 +67,9 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """Releases one reference. The last release closes the connections. `wait`: True to close
-        them completely; False to do no I/O, as the garbage collector requires."""
+        """Releases one store's reference. The last release closes the connections. `wait`: True to
+        close them completely before returning; False to do no I/O, as is required when the garbage
+        collector calls this."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -98,8 +99,9 @@ class RedisStore(Store):
     unix://).
 
     `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: time after the last
-    write at which Redis deletes the entire store. The caller must keep a reference as long as C++
-    uses the store, because torch's process groups and PrefixStore refer only to its C++ half.
+    write at which Redis deletes the entire store. The caller must keep a reference for as long as
+    C++ code uses the store, because torch's process groups and PrefixStore keep only the C++ half
+    of the object alive.
 
     Raises ConfigurationError (invalid URL or prefix), AuthenticationError or UnavailableError.
     """
@@ -164,7 +166,7 @@ class RedisStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Adds `amount` to the number in `key` (0 if absent) and returns the sum. Not retried after
-        a broken connection, because it might count twice."""
+        a broken connection, because `amount` might then be added twice."""
         try:
             return int(self._write(self._connection.add, key, int(amount)))
         except redis.ResponseError as error:
@@ -205,7 +207,7 @@ class RedisStore(Store):
         return [cast(bytes, key).decode() for key in keys]
 
     def has_extended_api(self) -> bool:
-        """Returns True, because append, multi_get and multi_set are supported."""
+        """Returns True, because the store supports append, multi_get and multi_set."""
         return True
 
     # The names that torch's C++ code uses for these two methods of a Python store.
@@ -256,10 +258,10 @@ class RedisStore(Store):
         return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub lacks it
 
     def clone(self) -> RedisStore:
-        """Returns the store itself, which may be used from any thread.
+        """Returns this store itself, which may be used from any thread.
 
-        A copy made for a C++ caller would lose its Python half immediately, because C++ refers only
-        to the C++ half.
+        C++ would refer only to the C++ half of a copy, so the copy's Python half would be freed
+        immediately.
         """
         return self
 
@@ -292,11 +294,11 @@ class RedisStore(Store):
             self._abort.remove(callback)
 
     def run_script(self, script: str, *arguments: str | bytes | int) -> Any:
-        """Runs a Lua script of this package on the store's Redis key, with the lifetime and the
-        prefix of the channels as ARGV[1] and ARGV[2].
+        """Runs a Lua script of this package with this store's prefix as its key. ARGV[1] is the
+        store's lifetime, ARGV[2] the prefix of its channels, and `arguments` follow.
 
-        The script must be safe to retry. Meant for operations beyond a key-value store, such as the
-        agreement on a round of a rendezvous.
+        The script must be safe to retry. Meant for operations that a key-value store does not have,
+        such as the agreement of ranks on a round of a rendezvous.
         """
         return self._script(
             self._connection.client.register_script(script),
@@ -348,7 +350,8 @@ class RedisStore(Store):
         return cast("list[bytes | None]", values)
 
     def _command(self, send: Callable[[], T], *, repeatable: bool) -> T:
-        """Sends one command. Retries it after a broken connection if it is `repeatable`."""
+        """Sends one command. `repeatable`: True if the command may be retried after a broken
+        connection."""
         attempts = _ATTEMPTS if repeatable else 1
         for attempt in range(attempts):
             self._raise_if_aborted()
@@ -393,8 +396,9 @@ class RedisStore(Store):
     def _wait_until(
         self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
     ) -> T:
-        """Calls `attempt` until it returns a value: immediately, and whenever the first absent key
-        has been written."""
+        """Calls `attempt` until it returns a value: immediately, and again each time that the first
+        absent key may have been written. `absent`: returns the keys that do not exist yet. Raises
+        StoreTimeoutError after `timeout`."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)
         while found is None:
@@ -412,8 +416,8 @@ class RedisStore(Store):
         return found
 
     def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
-        """Calls `attempt` once. Until the deadline, an unavailable server is treated like a missing
-        value."""
+        """Calls `attempt` once. Before the deadline, returns None if the server is unavailable, as
+        for a missing value."""
         try:
             return attempt()
         except StoreUnavailableError:
@@ -436,7 +440,8 @@ class RedisStore(Store):
 
 
 class _Abort:
-    """State of a store's abort, and the callbacks to call. The first reason is kept."""
+    """The reason why a store was aborted (None if it was not), and the callbacks to call when it
+    is. Only the first reason is kept."""
 
     def __init__(self) -> None:
         self.reason: str | None = None

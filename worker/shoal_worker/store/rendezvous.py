@@ -5,14 +5,14 @@ The URL is redis://[user:password@]host:port/job. With TLS it begins with rediss
 `?ca=/path/of/ca.pem` names the server's certificate authority if the system does not trust it
 already. `?db=2` selects a database. Rank and world size come from the arguments of
 init_process_group, or else from the query (`?rank=0&world_size=4`), or else from RANK and
-WORLD_SIZE. A job name can be reused: ranks first agree on a round, and each round has its own
-prefix, so leftovers of an earlier run are never visible.
+WORLD_SIZE. A job name can be reused: the ranks first agree on a round, which has a prefix of its
+own, so they never see leftovers of an earlier run.
 
 `import shoal` registers the init method with torch (torch_extensions.py). For scripts that do not
 import shoal, use `python -m shoal_worker.store script.py`.
 
 Shoal's own generations are not formed in this way: the coordinator assigns their ranks and
-prefixes. A rendezvous does not monitor the ranks afterwards.
+prefixes. Once a rendezvous is complete, the ranks are not monitored.
 """
 
 from __future__ import annotations
@@ -96,11 +96,13 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[RedisStore, int, int]]:
-    """Implements the handler that torch calls: yields the store, the rank and the world size, once
-    all ranks have arrived.
+    """Handler that torch calls for the init method. Yields the store, the rank and the world size
+    once all ranks have arrived.
 
-    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError, which names the
-    ranks that did not arrive within `timeout`.
+    Raises:
+        ConfigurationError: the URL is invalid, or the rank or the world size is missing.
+        UnavailableError: there is no server at the URL.
+        StoreTimeoutError: ranks did not arrive within `timeout`; the message names them.
     """
     target = parse(url)
     lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
@@ -148,8 +150,17 @@ def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[st
 def _number(
     given: str, field: str, least: int, argument: str | None, environment: str | None
 ) -> int:
-    """Returns an integer argument that was passed to torch, or else the value in the environment.
-    torch writes the argument into the query, as -1 if it was not given."""
+    """Returns an integer that was passed to `init_process_group` or, if it was not, is in the
+    environment.
+
+    Args:
+        given: the init method, for errors.
+        field: name of the value.
+        least: smallest valid value.
+        argument: the value in the query, where torch puts the argument of `init_process_group`;
+            "-1" or None if there was none.
+        environment: the value in the environment; None if there is none.
+    """
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
         raise ConfigurationError(

@@ -36,7 +36,7 @@ and never during training."""
 
 
 class Wakeups:
-    """Wakes one process's waits for keys on one Redis server."""
+    """Wakes this process's waits for keys on one Redis server."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -49,11 +49,11 @@ class Wakeups:
 
     @contextlib.contextmanager
     def watch(self, channel: str) -> Iterator[threading.Event]:
-        """Yields an event that is set by each message on `channel`, when listening starts, and by
-        `wake_all`.
+        """Yields an event. It is set by each message on `channel`, by `wake_all`, and when
+        listening starts.
 
-        Because the event is also set when listening starts, a caller that clears the event, checks,
-        and then waits cannot miss a write.
+        Because it is set when listening starts, a caller that clears the event, checks the key, and
+        then waits cannot miss a write.
         """
         event = threading.Event()
         with self._lock:
@@ -96,8 +96,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener check the required channels immediately. If Redis is unavailable, it
-        checks them a little later anyway."""
+        """Makes the listener update its subscriptions immediately. If Redis is unavailable, it does
+        so a little later anyway."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 
@@ -131,8 +131,8 @@ class Wakeups:
             subscription.close()
 
     def _retires(self, needed_at: float) -> bool:
-        """Returns whether the listener stops because there have been no waits for `_LINGER_S`. The
-        next wait then starts a new listener."""
+        """Returns whether the listener should stop, because there have been no waits for
+        `_LINGER_S`. The next wait starts a new listener."""
         with self._lock:
             if self._waits or time.monotonic() - needed_at < _LINGER_S:
                 return False
@@ -140,8 +140,8 @@ class Wakeups:
             return True
 
     def _follow_waits(self, subscription: Any) -> None:
-        """Subscribes to the required channels and unsubscribes from all others. The server's
-        response to a subscription wakes the wait once."""
+        """Subscribes to the channels that waits need, and unsubscribes from all others. When the
+        server confirms a subscription, the wait is woken once."""
         with self._lock:
             wanted = {self._inbox, *self._waits}
         subscribed = {channel.decode() for channel in subscription.channels} - {

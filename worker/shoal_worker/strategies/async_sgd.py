@@ -64,8 +64,8 @@ class AsyncSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last push, with `inner_steps=`; 0: this worker has not changed
-        the parameters since its last pull."""
+        """Number of steps since the last push, with `inner_steps=`; 0 if this worker has not
+        changed the parameters since its last pull."""
         return cast(AsyncEngine, self.engine).steps_in_round
 
 
@@ -77,8 +77,8 @@ class AsyncSGDOptimizer(ShardedOptimizer):
     pushes and pulls.
 
     Settings changed in `param_groups`, for example by schedulers, are sent to the servers with the
-    next push. If the workers' schedules have advanced to different points, the one furthest ahead
-    applies.
+    next push. If the workers' schedules have advanced to different points, the servers use the
+    settings of the schedule that is furthest ahead.
     """
 
     @property

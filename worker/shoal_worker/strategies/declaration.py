@@ -28,7 +28,7 @@ class Strategy:
     sent: str
     """Bytes sent by a rank per step."""
     a_death: str
-    """Consequences of a rank's death."""
+    """Cost of a rank's death."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of `as_distributed` that are specific to this strategy."""
     settings: frozenset[str] = frozenset()
@@ -40,8 +40,8 @@ class Strategy:
     complex_parameters: bool = False
     """True if the strategy supports complex parameters."""
     communicates_in_passes: bool = False
-    """True if all ranks run each pass at the same time, each on its own samples. The model may then
-    communicate within a pass, as SyncBatchNorm layers and `shoal.whole_batch` do."""
+    """True if all ranks run each pass at the same time, each on its own samples. Layers such as
+    SyncBatchNorm, and `shoal.whole_batch`, may then communicate during a pass."""
     keeps_memory: bool = False
     """True if the strategy leaves parameters in the memory that the user's module allocated. Two
     parameters may then share memory."""

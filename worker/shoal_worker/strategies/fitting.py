@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """Methods of `ShardedOptimizer` that a fit calls."""
+    """The methods of `ShardedOptimizer` that a fit calls."""
 
     def step(self) -> StepStatus: ...
     def zero_grad(self) -> None: ...
@@ -53,11 +53,11 @@ class EpochRecord:
     there are no samples.
 
     Excludes samples of ranks that left during the epoch, and samples trained before a resume. If
-    the run returned to a checkpoint, steps that were undone and repeated count twice.
+    the run returned to a checkpoint, steps that were undone and repeated are included twice.
     """
     metric: float
-    """Mean of the metric over the validation samples, measured after the epoch; `training_loss` if
-    there are no validation samples."""
+    """Mean of the metric over the validation samples, measured after the epoch. Without validation
+    samples, the same as `training_loss`."""
     improved: bool
     """True if `metric` is the best so far, by more than `min_delta`."""
 
@@ -73,7 +73,7 @@ class OptimizationInputData:
     training: Any
     """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
     validation: Any = None
-    """Validation data, of a type allowed for `training`; None: the training loss is used as the
+    """Validation data, of any type that `training` can have; None: the training loss is used as the
     metric."""
     loss_fn: Loss | None = None
     """Loss of an output and its targets; None: the output's `.loss` is used."""
@@ -103,12 +103,12 @@ class OptimizationInputData:
     """Number of epochs without improvement of the metric after which the fit stops; None: it never
     stops early."""
     min_delta: float = 0.0
-    """The metric counts as improved only if it changes by more than this; >= 0."""
+    """Minimum change, >= 0: the metric has improved only if it is better by more than this."""
     mode: str = "min"
     """"min" if a lower metric is better, "max" if a higher one is."""
     on_epoch: Callable[[EpochRecord], object] | None = None
-    """Function called after each epoch on every rank. It may save, report or evaluate; all ranks
-    must do so in the same way."""
+    """Function called after each epoch on every rank. It may call functions that all ranks must
+    call, such as those that save, report or evaluate, if it does so on every rank."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
@@ -274,8 +274,8 @@ def _epoch(
     data: OptimizationInputData,
     loader: ElasticDataLoader,
 ) -> tuple[float, float]:
-    """Trains until the end of the loader's current epoch. Returns the sum of this rank's losses and
-    its number of samples."""
+    """Trains until the end of the loader's current epoch. Returns the sum of the losses of this
+    rank's samples, and the number of these samples."""
     total, samples = 0.0, 0.0
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
@@ -335,7 +335,7 @@ def _validate(
 
 
 class _Counted:
-    """Wraps validation batches to return each with its number of samples, which cannot be
+    """Validation batches, each returned with its number of samples, because that number cannot be
     determined from inputs and targets of arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
@@ -346,7 +346,7 @@ class _Counted:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Yields the batches with these numbers, each with its number of samples."""
+        """Yields the batches with these indices, each with its number of samples."""
         return (
             (number, (self._batches.samples(number), batch))
             for number, batch in self._batches.read(numbers)

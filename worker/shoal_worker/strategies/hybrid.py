@@ -1,9 +1,9 @@
 """Pipeline x tensor x data parallelism. Each replica of the model is divided into pipeline stages,
 and each stage's layers are split across ranks.
 
-Memory per rank is divided by the pipeline and tensor sizes, and by the data-parallel size as far as
-`data_parallel_strategy` shards. Traffic is the sum of the traffic of the three kinds of parallelism
-(docs/strategies/hybrid.md).
+Memory per rank is divided by the pipeline and tensor sizes. State that `data_parallel_strategy`
+shards is also divided by the data-parallel size. The traffic of the three kinds of parallelism adds
+up (docs/strategies/hybrid.md).
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class HybridShardedModel(ShardedModel):
     """A model with replicas that span `pipeline_parallel_size` x `tensor_parallel_size` ranks.
     `data_parallel_size`: maximum number of replicas; -1: as many as possible.
 
-    `data_parallel_strategy`: "ddp": each replica has all parameters, gradients and optimizer state.
-    "zero1" shards the optimizer state across the replicas, "zero2" also the summed gradients, and
-    "fsdp" also the parameters. "fsdp" gathers the parameters for each pass, either block by block
-    or, in a pipeline, for all stages of a rank together. (Rajbhandari et al., "ZeRO", SC 2020,
-    section 5.)
+    `data_parallel_strategy`: what is sharded across the replicas. "ddp": nothing; each replica has
+    all parameters, gradients and optimizer state. "zero1" shards the optimizer state across the
+    replicas, "zero2" also the summed gradients, and "fsdp" also the parameters. "fsdp" gathers the
+    parameters for each pass, either block by block or, in a pipeline, for all stages of a rank
+    together. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(

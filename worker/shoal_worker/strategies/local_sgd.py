@@ -40,8 +40,8 @@ class LocalSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: parameters have just been averaged, so they
-        are the same on all ranks."""
+        """Number of steps since the last average. If it is 0, the parameters have just been
+        averaged, so they are the same on all ranks."""
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:

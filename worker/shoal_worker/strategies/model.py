@@ -160,7 +160,7 @@ class ShardedModel(nn.Module):
 
     @property
     def _is_frozen(self) -> bool:
-        """True if this is one of several models and gradients only pass through it to another
+        """True if this is one of several models, and gradients only flow through it to another
         model."""
         return self._among is not None and self._among.frozen and torch.is_grad_enabled()
 
@@ -192,8 +192,8 @@ class ShardedModel(nn.Module):
         self._forward_methods.add(name)
 
     def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a pass by calling `call`, a method of the engine. Records the inputs of the pass for
-        comparison across ranks."""
+        """Runs a pass by calling `call`, a method of the engine. Records the pass's inputs, so that
+        they can be compared across ranks."""
         if self.training and torch.is_grad_enabled():
             if in_function_transform():
                 raise ConfigurationError(
@@ -253,9 +253,10 @@ class ShardedModel(nn.Module):
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Returns a context for computing a loss outside of a model with `loss_parallel=True`,
-        because the logits of such a model are split along the vocabulary. `train_step` enters this
-        context itself. Without that option, the context has no effect."""
+        """Returns the context in which a script must compute the loss if it does so itself and the
+        model was created with `loss_parallel=True`: the logits of such a model are split along the
+        vocabulary. `train_step` enters this context itself. For all other models, the context has
+        no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
@@ -274,7 +275,7 @@ class ShardedModel(nn.Module):
         return self.engine.get_gradients()
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Replaces gradients, given by parameter name.
+        """Replaces the gradients of the named parameters.
 
         Raises:
             ConfigurationError: a name is unknown, a shape does not match, or gradients are sharded
@@ -374,7 +375,7 @@ class ShardedModel(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a clone, for AveragedModel and other moving averages, which deep-copy the model.
+        """Returns a clone, because AveragedModel and other moving averages deep-copy the model.
         Must be called on every rank."""
         return self.clone()
 
@@ -411,7 +412,7 @@ class ShardedModel(nn.Module):
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file or to a URL (`s3://bucket/model.safetensors`), atomically,
-        on the first rank that has the state. Must be called on every rank. On return, the file
+        on the first rank that has the state. Must be called on every rank. Returns once the file
         exists.
 
         Raises:
@@ -469,8 +470,8 @@ class ShardedModel(nn.Module):
 
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state from a result of `serialize`. Results of earlier releases contain only
-    tensors."""
+    """Returns the state from data written by `serialize`. Data written by earlier releases contains
+    only tensors."""
     state: Mapping[str, Any] = (
         unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
     )

@@ -27,8 +27,8 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises ConfigurationError if the optimizer about to step is a second optimizer of the run's
-    model. Hook that torch calls before each step of any optimizer."""
+    """Hook that torch calls before each step of any optimizer. Raises ConfigurationError if this
+    optimizer is a second one for the run's model."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -92,8 +92,8 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Looks up missing attributes on the wrapped optimizer. If this rank updates only parts of
-        parameters, methods that the optimizer's class defines raise an error when called, because
-        they might change parameters."""
+        parameters, methods of the optimizer's own class raise an error when called, because they
+        might change parameters."""
         value = super().__getattr__(name)
         own = (
             inspect.ismethod(value)
@@ -162,9 +162,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         the outcome; see `StepStatus`.
 
         Raises:
-            ConfigurationError: `closure` was given, which would run the backward pass again,
-                outside of the step; or there are step hooks, and the optimizer updates only parts
-                of parameters.
+            ConfigurationError: a `closure` was passed, which is not supported, because it would run
+                the backward pass again, outside of the step; or there are step hooks, and the
+                optimizer updates only parts of parameters.
         """
         if closure is not None:
             raise ConfigurationError(
@@ -203,16 +203,16 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
         """Returns an attribute that a GradScaler sets on the optimizer for a step; None if it is
-        not set. (Reads the instance's dict, because a failing `getattr` would take as long as a
-        small kernel.)"""
+        not set. Reads the instance's dict, because a failing `getattr` would take as long as a
+        small kernel."""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the user's optimizer, which contain the model's own parameters even
-        if this rank updates only pieces of them. In a step without micro-batches, reading the
-        groups first completes the reduction of the gradients, because the reader may be a
-        GradScaler."""
+        """The user's optimizer's parameter groups, with the model's own parameters even if this
+        rank updates only pieces of them. In a step without micro-batches, reading the groups first
+        completes the reduction of the gradients, because the caller may be a GradScaler, which
+        inspects them."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -254,8 +254,8 @@ class ShardedOptimizer(ForwardingOptimizer):
     def on_membership_change(self, callback: MembershipCallback) -> None:
         """Registers a callback for changes of membership. The training thread calls
         `callback(before, after)` at the end of the first `step()` after a change, on every rank
-        that also took part in the previous step. Exceptions of the callback propagate from `step()`
-        once the step is complete."""
+        that also took part in the previous step. Exceptions raised by the callback propagate from
+        `step()` once the step is complete."""
         self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,9 +309,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         """Runs a complete fit: trains, validates after each epoch, and stops early if requested;
         see `OptimizationInputData`. Must be called on every rank, with the same data.
 
-        The fit survives faults as a user's loop does. After `shoal.resume` it continues where the
-        checkpoint was saved, for example in `on_epoch`. The model keeps the values of the last
-        step.
+        The fit survives faults as a user's loop does. After `shoal.resume`, it continues from the
+        point at which the checkpoint was saved, for example by `on_epoch`. Afterwards, the model
+        has the values of the last step.
 
         Raises:
             ConfigurationError: the model is one of several that are trained in one loop.

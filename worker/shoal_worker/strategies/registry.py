@@ -124,8 +124,7 @@ def build(
 def check_several(
     strategy: Strategy, models: Sequence[nn.Module], config: ShardingConfiguration
 ) -> None:
-    """Checks that the strategy can train these models in one loop; otherwise raises
-    ConfigurationError."""
+    """Raises ConfigurationError unless the strategy can train these models in one loop."""
     if not config.auto_sync_gradients:
         raise ConfigurationError(
             "auto_sync_gradients=False is not supported with several models, whose gradients are "
@@ -155,8 +154,8 @@ def check_several(
 
 
 def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
-    """Returns the strategy's options for each of several models. An option that describes a model's
-    layers is a sequence with one value per model; all other options apply to every model.
+    """Returns the strategy's options for each of several models. An option that describes layers of
+    a model must be a sequence with one value per model; all other options apply to every model.
 
     Raises:
         ConfigurationError: an option that describes layers does not have one value per model.
@@ -182,7 +181,7 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
 
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
-    """Returns why `shoal.whole_batch` cannot be used in this run, and an alternative; None if it
+    """Returns why `shoal.whole_batch` cannot be used in this run, with an alternative; None if it
     can be used."""
     if not strategy.communicates_in_passes:
         return (
@@ -199,8 +198,8 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
 
 
 def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
-    """Checks that the strategy supports the settings and the module's parameters; otherwise raises
-    ConfigurationError."""
+    """Raises ConfigurationError unless the strategy supports the settings and the module's
+    parameters."""
     name = strategy.name
     if config.compressor is not None and strategy.compressor is None:
         compress = _those(lambda other: other.compressor is not None)

@@ -10,9 +10,10 @@ sections 5.1 to 5.3 and 7.2.)
 fsdp is zero3 under a name familiar to users of torch's FSDP. hsdp has several replicas, each
 sharded like zero3. By default, a replica has as many ranks as a host. It sends 3P(S-1)/S bytes
 within the replica, where links are fast, and 2(P/S)(R-1)/R between replicas, with S ranks in a
-replica and R replicas. The copies of a shard in other replicas serve as mirrors: they receive the
-same gradient sums and apply the same updates. With several replicas, fault tolerance therefore
-needs no additional traffic. (Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3 and 3.2.2.)
+replica and R replicas. The other replicas have copies of each shard, which receive the same
+gradient sums and apply the same updates, and so serve as its mirrors. With several replicas, fault
+tolerance therefore needs no additional traffic. (Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3
+and 3.2.2.)
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class ZeRO1Optimizer(ShardedOptimizer):
 
 
 class ZeRO2Model(ShardedModel):
-    """A model with gradients and optimizer state sharded across ranks, in zero1's buckets. Memory
-    per rank: P + (G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N: number of
-    ranks) and one bucket. With micro-batches, gradients are reduce-scattered for each
+    """A model with gradients and optimizer state sharded across ranks, in the same buckets as under
+    zero1. Memory per rank: P + (G + O)/N bytes (P: parameters, G: gradients, O: optimizer state, N:
+    number of ranks) and one bucket. With micro-batches, gradients are reduce-scattered for each
     micro-batch."""
 
     declaration: ClassVar[Strategy] = _ZERO2

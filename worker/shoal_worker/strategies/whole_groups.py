@@ -3,10 +3,10 @@ pieces of parameters.
 
 The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
 mirrors. If a script read a norm, a shape or a number of elements from its groups, the result would
-describe the pieces. The groups that a script receives therefore combine the settings of the
-optimizer's groups (reads and writes are forwarded) with the model's own parameters, which the
-script passed to the optimizer. These parameters are either unsharded, or raise an error when their
-values are used (`hidden_parameters.py`). The error names the function to call instead.
+describe the pieces. A script therefore receives different groups: their settings are those of the
+optimizer's groups (reads and writes are forwarded), and their parameters are the model's own, which
+the script passed to the optimizer. These parameters are either unsharded, or raise an error when
+their values are used (`hidden_parameters.py`). The error names the function to call instead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class WholeGroup(dict[str, Any]):
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """Creates the view. `find`: function that returns the optimizer's current group. Loading a
-        state replaces the group with a different object. `members`: the model's parameters in the
-        group."""
+        """Creates the view. `find`: returns the optimizer's current group, which is a different
+        object after a state has been loaded. `members`: the model's parameters in the group."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -106,7 +105,7 @@ class WholeGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """`optimizer`: the user's optimizer, while its groups still contain the unsharded
+        """`optimizer`: the user's optimizer, whose groups must still contain the unsharded
         parameters. `parameters`: the model's parameters by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = [

@@ -1,11 +1,13 @@
 """Tensor parallelism: splits one model's layers across several ranks, based on torch's DTensor and
 `parallelize_module`.
 
-`split_plan` describes how layers are split. `derive` creates a model's plan from its `blocks`,
-which are found by name or by data flow. `layers` splits the layers (`multihead` handles torch's
-attention layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`;
-`context` describes the ranks. The engine that connects this package to sessions and optimizers is
-mesh/engine.py.
+- `split_plan`: describes how layers are split. `derive`: creates a model's plan from its `blocks`,
+  which are found by name or by data flow.
+- `layers`: splits the layers (`multihead`: torch's attention layer).
+- `region`: the context in which a forward pass runs, with special rules for `attention` and the
+  `loss`. `context`: the tensor-parallel group that layers use.
+
+The engine that connects this package to sessions and optimizers is mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness

@@ -34,7 +34,7 @@ from shoal_worker.tensor_parallel.context import (
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSlice:
-    """Describes this rank's part of a tensor."""
+    """Location of this rank's part of a tensor in the full tensor."""
 
     dimension: int
     start: int
@@ -102,11 +102,11 @@ def drop(
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Context in which each rank draws different random numbers. If the default generators of all
-    ranks are in the same state before, they are in the same state afterwards.
+    """Context in which each rank draws different random numbers. If all ranks' default generators
+    are in the same state before, they are in the same state afterwards.
 
-    The seed is drawn from the default generator, which activation checkpointing restores, so a
-    recomputation draws the same seed.
+    The seed is drawn from the default generator. Activation checkpointing restores that generator
+    before a recomputation, which therefore draws the same seed.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generator = (
@@ -190,8 +190,9 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention step by step on local tensors. Returns the output, and the weights after
-    dropout. `weights_cut`: this rank's slice of the weights, with dimensions BHTS."""
+    """Computes attention on local tensors, with separate operations instead of a fused kernel.
+    Returns the output, and the weights after dropout. `weights_cut`: this rank's slice of the
+    weights, with dimensions BHTS."""
     if enable_gqa:
         groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
         key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))

@@ -2,9 +2,9 @@
 names used in torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's
 Llama, nanoGPT and timm.
 
-A block is found only if the shapes agree with the names. A wrong guess costs communication but
-never gives a wrong result, because DTensor keeps the arithmetic correct regardless of how layers
-are split (docs/explanation/mesh.md#tensor-parallelism).
+Modules are recognized as a block only if their shapes agree with their names. A wrong guess costs
+communication but never gives a wrong result, because DTensor computes correctly regardless of how
+layers are split (docs/explanation/mesh.md#tensor-parallelism).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Returns whether the module is a torch convolution with torch's own forward pass, without
-    groups. Such a convolution computes each output channel from all input channels and that
-    channel's own weights, so it can be split by output channels. Other classes may do more, such as
+    """Returns whether a module is a torch convolution without groups that uses torch's own forward
+    pass. Each output channel of such a convolution is computed from all input channels with weights
+    of its own, so the convolution can be split by output channels. Subclasses may do more, such as
     standardizing the weight."""
     own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
     if own is None or module.groups != 1 or "weight" not in module._parameters:
@@ -180,16 +180,16 @@ _ELEMENTWISE_MODULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An attention or MLP block: layers that are split by output features, and the layer that takes
-    their split outputs and sums its own output across ranks."""
+    """An attention or MLP block. Its first layers are split by output features. Its last layer
+    takes their split outputs, and sums its own output across ranks."""
 
     path: str
     """Path of the module that contains all of the block's layers."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
-    """The block's first layers, by path, each with the number of parts in its output: 3 for packed
-    query, key and value."""
+    """The block's first layers, by path. The value is the number of parts in the layer's output: 3
+    for packed query, key and value."""
     row: str
     heads: int | None = None
     """Number of query heads; None for an MLP."""
@@ -384,7 +384,7 @@ inputs."""
 
 @dataclass(frozen=True)
 class _Flow:
-    """Origin of a tensor: the nearest linear layers before it."""
+    """Origin of a tensor: the last linear layers that it was computed from."""
 
     layers: frozenset[str] = frozenset()
     elementwise: bool = True

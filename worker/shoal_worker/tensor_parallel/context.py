@@ -21,20 +21,20 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """Method of drawing the random numbers for dropout on split activations. For activations that
-    are not split, all ranks draw the same numbers."""
+    """Ways to draw the random numbers for dropout on split activations. For activations that are
+    not split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws numbers for its own shard only, seeded from a common draw. Costs 1/N of the
-    random numbers of a single process."""
+    """Each rank draws numbers only for its own shard, with a seed that all ranks draw together.
+    That is 1/N of the numbers that a single process draws."""
     AS_ONE_PROCESS = "as_one_process"
     """Every rank draws the mask of the full activation and uses its own part. The numbers are the
     same as on a single process."""
 
 
 class ParallelContext:
-    """One tensor-parallel group with its one-dimensional mesh, and the settings for its
-    activations. Copies of a module share the same context."""
+    """One tensor-parallel group, its one-dimensional mesh, and settings for activations. Copies of
+    a module share the same context."""
 
     def __init__(
         self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness
@@ -71,8 +71,8 @@ class ParallelContext:
         )
 
     def leave(self, output: DTensor) -> torch.Tensor:
-        """Returns the output of a block, summed across ranks: the full tensor or, with sequence
-        parallelism, a tensor split along the sequence."""
+        """Converts the output of a block for use outside of it, and sums it across ranks. Returns
+        the full tensor or, with sequence parallelism, a tensor split along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
@@ -113,8 +113,8 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 
 
 def grad_partial(tensor: DTensor) -> torch.Tensor:
-    """Returns the local part of a replicated tensor. The backward pass sums its gradient across
-    ranks, because each rank computes only one summand."""
+    """Returns the local part of a replicated tensor, for computations of which each rank does only
+    a part. The backward pass therefore sums its gradient across ranks."""
     return tensor.to_local(grad_placements=[Partial()])
 
 

@@ -1,5 +1,5 @@
 """Creates a model's tensor-parallel plan from the user's styles and the model's structure. Raises
-an error if these do not determine a plan.
+an error if a plan cannot be determined from these.
 
 Large parameters are replicated only if the user requests it. Small parameters are replicated
 (norms, biases and other vectors, and parameters with fewer elements than the minimum), and the plan
@@ -65,7 +65,7 @@ def make_plan(
             styles of modules that do not match a pattern are derived. If a pattern matches a layer
             of a block, the block's other layers are treated as separate layers.
         minimum_parameter_group_size: modules with fewer elements may be replicated; for a block,
-            the elements of its largest layer count.
+            the size of its largest layer is used.
         sequence_dimension: dimension along which activations between blocks are split (sequence
             parallelism): usually 1, or 0 if the sequence comes first.
         loss_parallel: True to leave the logits split along the vocabulary. The layer that computes
@@ -96,7 +96,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Role:
-    """Style of a module, and why it was chosen."""
+    """Style of a module, the block that it belongs to, and the reason for the style."""
 
     split: Split
     block: str
@@ -328,9 +328,9 @@ class _Planner:
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
         """Returns the modules that are not layers themselves, but refer to parameters of layers and
-        have no other parameters. For example, BERT's head refers to its decoder's bias. The layers
-        determine how these parameters are split, and the code of such a module sees DTensors with
-        full shapes."""
+        have no other parameters. For example, BERT's head refers to the bias of its decoder. The
+        layers determine how these parameters are split. In the forward code of such a module, they
+        are DTensors with full shapes."""
         layers = {
             path
             for path, m in owners
@@ -360,7 +360,7 @@ class _Planner:
         )
 
     def _alone(self, path: str, module: nn.Module) -> _Role:
-        """Returns the role of a module that is not part of a block."""
+        """Returns the style of a module that is not part of a block, with the reason."""
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")
@@ -416,8 +416,9 @@ class _Planner:
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
-        """Returns the dimension that was split when this module's shared parameter was found
-        first."""
+        """Returns the dimension along which this module's parameters are split in another module
+        that shares them and came earlier in the plan. Returns None if they are not split there, or
+        not shared."""
         return next(
             (
                 self._first[id(p)][1].dimension
@@ -428,7 +429,7 @@ class _Planner:
         )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
-        """Raises ConfigurationError if the module does not support the style, or if a rank would
+        """Raises ConfigurationError if the module does not support the style, or if some rank would
         not get any part of it."""
         style, layer = role.split.style, linear_like(module)
         fits = {

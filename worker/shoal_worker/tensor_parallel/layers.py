@@ -50,7 +50,7 @@ from shoal_worker.torch_internals import pytree, uncompiled
 
 
 class Region(nn.Module):
-    """Mixin for a module that contains split modules. Its code may mix plain tensors and
+    """Mixin for a module that contains split modules. Its forward code may mix plain tensors and
     DTensors."""
 
     _shoal_context: ParallelContext
@@ -81,11 +81,12 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """Runs `run`, a part of a model's forward pass, within the model's region. Returns the result,
-    with DTensors converted to plain tensors.
+    """Calls `run`, which runs part of the forward pass of the model `root`, in the model's region.
+    Returns the result, with DTensors converted to plain tensors. If the model is not split, only
+    calls `run`.
 
-    `last`: True if `run` is the end of the pass; its logits may then remain split for a parallel
-    loss. If the model is not split, `run` is called without a region.
+    `last`: True if `run` completes the forward pass; its logits may then remain split for a
+    parallel loss.
     """
     if not isinstance(root, Root):
         return run()
@@ -260,8 +261,14 @@ class ShoalStyle(ParallelStyle):
         loss_parallel: bool,
         runs: bool,
     ) -> None:
-        """Creates the style. `entry`: the module's entry in the plan; None for a module that does
-        not own parameters. `runs`: True if this rank runs the module."""
+        """Creates the style.
+
+        Args:
+            entry: the module's entry in the plan; None for a module that does not own parameters.
+            contains_split: True if the module contains split modules.
+            root: True for the model itself.
+            runs: True if this rank runs the module.
+        """
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -328,8 +335,8 @@ def parallelize(
     parameters. Must be called on all ranks of the mesh, with the same arguments.
 
     Afterwards, every rank must pass the same inputs to the model, and gets the same outputs and
-    gradients. The parameters named by `share` become new objects (DTensors if they are split) with
-    arbitrary values. On a mesh of one rank, the model is not changed.
+    gradients. The parameters named by `share` are replaced by new, uninitialized ones (DTensors if
+    they are split). On a mesh of one rank, the model is not changed.
 
     Args:
         mesh: one-dimensional mesh; may be a slice of a larger mesh.

@@ -19,7 +19,7 @@ from shoal_worker.tensor_parallel.context import local_offset, split_dimension
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """All-reduce whose backward pass returns the gradient unchanged. All ranks use the sum in the
+    """All-reduce whose backward pass returns the gradient unchanged: every rank uses the sum in the
     same way, so each rank already has the full gradient."""
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""nn.MultiheadAttention with heads that are split across ranks. The forward pass has torch's
-arguments and results.
+"""nn.MultiheadAttention with heads that are split across ranks. Its forward method has the same
+arguments and results as torch's.
 
-The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so
-that each rank has its heads' rows for query, key and value. Shapes: B batch, L queries, S keys, E
-features, H heads.
+The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension.
+Each rank thus has its own heads' rows for query, key and value. Shapes: B batch, L queries, S keys,
+E features, H heads.
 """
 
 # ruff: noqa: N803, N806 - shapes as suffixes
@@ -151,8 +151,8 @@ def _heads(
     bias: torch.Tensor | None,
     batched: bool,
 ) -> torch.Tensor:
-    """Returns the projected heads as B x own heads x length x head size, regardless of the layout
-    of the input."""
+    """Returns the projection of `input` as B x own heads x length x head size, regardless of the
+    layout of the input."""
     projected = F.linear(input, weight, bias)
     if not batched:
         projected = projected.unsqueeze(0)
@@ -171,8 +171,8 @@ def _mask(
     key_BHSD: DTensor,
     batched: bool,
 ) -> torch.Tensor | None:
-    """Combines both masks into a plain mask that is added to the scores, of shape (B or 1) x (H or
-    1) x L x S."""
+    """Combines both masks into one plain tensor of shape (B or 1) x (H or 1) x L x S, which is
+    added to the attention scores."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's message
     batch, heads, length, _ = query_BHLD.shape

@@ -1,9 +1,9 @@
 """A region: a context for a forward pass that mixes plain tensors and DTensors.
 
-Torch functions do not accept DTensors together with plain tensors. On the CPU, DTensor draws the
-same dropout mask on every shard, and scaled_dot_product_attention never returns. For functions
-without a sharding rule, DTensor gathers the tensors. Within a region, a torch function called with
-a DTensor is therefore handled as follows:
+A region solves several problems of DTensors: torch functions do not accept them together with plain
+tensors; functions without a sharding rule gather them; and on the CPU, dropout draws the same mask
+on every shard, and scaled_dot_product_attention never returns. Within a region, a torch function
+called with a DTensor is therefore handled as follows:
 
 - Its plain tensors are converted to replicated DTensors. A tensor that needs a gradient is
   converted once for all layers of a block that use it, so that query, key and value together cost
@@ -11,9 +11,9 @@ a DTensor is therefore handled as follows:
 - If Shoal has a rule for the function, the rule is called instead.
 
 Calls without a DTensor run unchanged. Regions can be nested; only the outermost region installs the
-mode. The open region is found among the thread's torch function modes, which are not active during
-a backward pass. A checkpoint that is recomputed in a backward pass opens its own region, on the
-thread that autograd uses.
+mode. A region is a torch function mode of the thread that opened it, and such modes are not active
+during a backward pass. If activation checkpointing recomputes a module in a backward pass, the
+module opens its own region, on the thread that autograd uses.
 
 There are rules for torch functions whose implementation in DTensor is wrong, missing, or
 communicates unnecessarily. A rule receives the region, the function and its arguments. Torch
@@ -47,7 +47,7 @@ from shoal_worker.torch_internals import _StridedShard, function_modes
 
 
 class Region(Protocol):
-    """Attributes and methods of the open region that rules use. Implemented by `RegionMode`."""
+    """The part of an open region that rules use. Implemented by `RegionMode`."""
 
     @property
     def context(self) -> ParallelContext: ...
@@ -152,8 +152,8 @@ def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: An
 
 
 def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Indexes a packed output without communication if the index selects one of its parts, as in
-    `qkv[..., :n]`."""
+    """Implements indexing of a packed output. If the index selects one of its parts, as in
+    `qkv[..., :n]`, needs no communication."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
     if (
@@ -179,8 +179,8 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Implements torch.cat without empty tensors of shape [0]. torch ignores such tensors, which
-    key and value caches initially contain, but DTensor would try to split them along a dimension
+    """Implements torch.cat, and ignores empty tensors of shape [0], as torch does. Key and value
+    caches initially contain such tensors, but DTensor would try to split them along a dimension
     that they do not have."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
@@ -285,10 +285,10 @@ class RegionMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMode]:
-    """Opens a region on this thread. If a region with the same mesh is open, nests the new region
-    in it.
+    """Opens a region on this thread. If a region with the same mesh is already open, uses it, but
+    with this `context`.
 
-    `leaf`: True to share the converted tensors of the surrounding region.
+    `leaf`: True to reuse tensors that the surrounding region has already converted.
     """
     outer = next(
         (mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None
@@ -321,7 +321,7 @@ def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
     """Context in which F.cross_entropy and nn.CrossEntropyLoss accept logits that are split along
     the vocabulary. Other logits are unaffected.
 
-    Needed only for a loss that is computed outside of a model whose plan has `loss_parallel=True`.
+    Needed only if the plan has `loss_parallel=True` and the loss is computed outside of the model.
     The backward pass may run outside of the context.
     """
     with region(

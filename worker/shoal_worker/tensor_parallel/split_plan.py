@@ -30,8 +30,8 @@ class Style(StrEnum):
     model's own code."""
 
     COLUMN = "column"
-    """A linear layer split by output features. Its output remains split, and is used by the
-    following modules up to a `ROW`."""
+    """A linear layer split by output features. Its output remains split for the modules that
+    follow, up to a `ROW`."""
     PACKED_COLUMN = "packed_column"
     """A `COLUMN` whose output consists of several concatenated parts (query | key | value). Each
     part is split separately."""
@@ -53,8 +53,8 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A style with its parameters, for plans written by users. Plans also accept a `Style` or its
-    name, which then has default parameters."""
+    """A style and its settings, for plans written by users. In such a plan, a `Style` or its name
+    can be used instead of a `Split` with default settings."""
 
     style: Style
     parts: int = 1
@@ -130,8 +130,8 @@ class PlanEntry:
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """Path of a module earlier in the plan that owns the same weight; its bytes are counted there.
-    None if there is none."""
+    """Path of an earlier module in the plan that owns the same weight; the weight's bytes are
+    included only there. None if there is no such module."""
     reason: str = ""
     """Reason for the module's style."""
 
@@ -146,10 +146,10 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCommunication:
-    """Number of collectives on activations that one block needs per step with tensor parallelism.
+    """Number of collectives on activations that tensor parallelism needs in one block and step.
 
-    With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce; together,
-    they send the same number of bytes.
+    With sequence parallelism, an all-gather and a reduce-scatter take the place of each all-reduce.
+    Together, they send the same number of bytes.
     """
 
     block: str
@@ -199,11 +199,12 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """Collectives on activations in a step, for each tensor-parallel block. A transformer block
-        needs two in the forward pass and two in the backward pass.
+        """The collectives on activations in a step, for each tensor-parallel block. A transformer
+        block has two of these blocks, and so two collectives in the forward pass and two in the
+        backward pass.
 
         In the backward pass, a block has no collective if its input does not need a gradient, and
-        one more if it attends to a second input (cross-attention).
+        an additional one if it attends to a second input (cross-attention).
         """
         found: list[BlockCommunication] = []
         if self.size == 1:
@@ -266,16 +267,17 @@ _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATT
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """This rank's part of a model, if the model is also divided into pipeline stages."""
+    """This rank's part of a model that is also divided into pipeline stages."""
 
     parameters: frozenset[str]
     """Names of the parameters to allocate, uninitialized, including all names of tied parameters.
     Other parameters remain on the meta device."""
     elsewhere: tuple[str, ...]
-    """Modules that only other ranks run, including their submodules. They are not changed."""
+    """Modules that only other ranks run, including their submodules. This rank does not change
+    them."""
 
     def runs(self, module: str) -> bool:
-        """Returns whether this rank runs a module or a part of it."""
+        """Returns whether this rank runs a module, at least in part."""
         return not any(
             module == other or module.startswith(f"{other}.") for other in self.elsewhere
         )
@@ -360,8 +362,8 @@ def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh)
 
 
 def _keep_gradients_placed(parameter: nn.Parameter) -> None:
-    """Registers a hook that redistributes partial or replicated gradients to the parameter's
-    placements before autograd accumulates them."""
+    """Registers a hook that redistributes partial or replicated gradients before autograd
+    accumulates them, so that they have the same placements as the parameter."""
     placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

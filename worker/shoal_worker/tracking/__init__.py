@@ -1,4 +1,4 @@
-"""A run's progress, reported to tools for comparing runs:
+"""Reports a run's progress to tools that compare runs:
 `shoal.track(shoal.TensorBoard("runs/digits"))`.
 
 `tracker`        decides which rank writes, and what belongs to which step

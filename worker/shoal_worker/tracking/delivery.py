@@ -1,8 +1,8 @@
 """Delivers reports to one sink on a separate thread, so that training never waits for a tracker.
 
-The training thread appends to a bounded queue. If the sink raises, the reports stay in the queue,
-and the thread retries at growing intervals. Reports beyond the queue's limit are dropped. Their
-number is logged once: when the tracker is reachable again, or at the end of the run.
+The training thread appends to a bounded queue. If the sink raises an error, the reports stay in the
+queue, and the thread retries at growing intervals. If the queue is full, further reports are
+dropped. Their number is logged once: when the tracker is reachable again, or at the end of the run.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Delivery:
         self._append(report)
 
     def close(self) -> None:
-        """Closes the sink once the queued reports are written. Called when a different rank
-        continues to write."""
+        """Closes the sink once the queued reports are written. Called when another rank becomes the
+        one that writes."""
         self._append(_Close(ended=False))
 
     def end(self) -> None:
@@ -96,9 +96,12 @@ class Delivery:
             self._changed.notify()
 
     def wait(self, give_up_at: float) -> None:
-        """Waits until the tracker has received all reports, or until `give_up_at`, a time on the
-        clock `time.monotonic`. Must be called after `end`. If the tracker is unreachable, makes one
-        more attempt. Logs the number of reports that the tracker did not receive."""
+        """Waits until the tracker has received all reports. Must be called after `end`. If the
+        tracker is unreachable, makes only one more attempt. Logs the number of reports that the
+        tracker did not receive.
+
+        `give_up_at`: latest time at which the wait ends, in seconds of `time.monotonic`.
+        """
         self._thread.join(max(0.0, give_up_at - time.monotonic()))
         with self._changed:
             missing = [item for item in self._queue if not isinstance(item, _Open | _Close)]

@@ -17,7 +17,7 @@ class LogLines(logging.Handler):
     """Passes the warnings and errors in this worker's log to `put`, until the session closes."""
 
     def __init__(self, session: Session, put: Callable[[Report], None]) -> None:
-        """`put`: receives the log lines. Called on several threads."""
+        """`put`: receives the log lines. Called from several threads."""
         super().__init__(logging.WARNING)
         self._session = session
         self._put = put

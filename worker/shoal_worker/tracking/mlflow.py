@@ -1,9 +1,9 @@
-"""MLflow: a run's progress as one MLflow run, at MLFLOW_TRACKING_URI.
+"""MLflow sink: records a run's progress as one MLflow run, on the server at MLFLOW_TRACKING_URI.
 
-The MLflow run is found by a tag with the run's key, or created. A rank that replaces a dead rank,
-and a resumed run, therefore continue the same MLflow run. MLflow cannot delete points. A tag, set
-in the same request as the points, contains the newest step: steps that are repeated up to it keep
-their first values.
+The MLflow run has a tag with the run's key. The sink looks for this tag, and creates an MLflow run
+only if there is none. A rank that replaces a dead rank, and a resumed run, therefore continue the
+same MLflow run. MLflow cannot delete points, so repeated steps keep their first values: another
+tag, which is set in the same request as the points, contains the newest step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MLflow:
         """Newest step that MLflow contained when the sink was opened."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Continues the MLflow run of this run, or creates it."""
+        """Continues the MLflow run that belongs to `run`, or creates it."""
         from mlflow import MlflowClient
 
         self._client = client = MlflowClient()
@@ -113,7 +113,8 @@ def _parts(reports: Sequence[Report]) -> Iterator[list[Report]]:
 
 
 def _continued(client: MlflowClient, experiment_id: str, run: TrackedRun) -> Run:
-    """Returns the MLflow run for this run, and marks it as running."""
+    """Returns the MLflow run that belongs to `run`, and marks it as running. Creates it if it does
+    not exist."""
     found = client.search_runs(
         [experiment_id],
         filter_string=f"tags.`{_KEY_TAG}` = '{run.key}'",

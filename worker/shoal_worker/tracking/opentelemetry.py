@@ -1,11 +1,12 @@
-"""OpenTelemetry: traces, metrics and logs of all ranks, sent by OTLP to
+"""OpenTelemetry sink: sends traces, metrics and logs of all ranks by OTLP to
 OTEL_EXPORTER_OTLP_ENDPOINT.
 
 The official SDK creates the telemetry, and its OTLP exporters send it. The delivery thread replaces
 the SDK's batch processors, because these drop a batch that the receiver does not accept in time.
 
 Each rank is a separate resource, with the run's key as an attribute. Numbers become gauges with the
-time of their step; events and warnings become log records; each span becomes a separate trace."""
+time of their step; events and warnings become log records; each span becomes a separate trace.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ class OpenTelemetry:
 
 
 class _Exporters:
-    """Converts reports to the telemetry of one resource, and sends it with the SDK's exporters."""
+    """Converts reports to telemetry of one OpenTelemetry resource, and sends it with the SDK's
+    exporters."""
 
     def __init__(self, run: TrackedRun) -> None:
         from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
@@ -122,7 +124,7 @@ class _Exporters:
         self._tracer = provider.get_tracer(_SCOPE)
 
     def traced(self, reports: Iterable[Report]) -> list[ReadableSpan]:
-        """Converts the spans that the SDK's sampler keeps, and returns them."""
+        """Passes spans to the SDK, and returns those that its sampler keeps, in the SDK's form."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         for report in reports:
@@ -211,8 +213,8 @@ class _Exporters:
 
 
 class _Refusal(logging.Filter):
-    """Log filter that stores the exporters' last error message on this thread, instead of letting
-    each attempt log a line."""
+    """Log filter that catches error messages of the exporters on this thread. Keeps the last
+    message, and prevents a log line for each attempt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,8 +246,8 @@ def _ids() -> Any:
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Ids(IdGenerator):
-        """Generator of random ids. The SDK's own generator would draw from Python's global random
-        generator, which belongs to the script."""
+        """Generator of random ids. The SDK's own generator would use Python's global random
+        generator, whose sequence belongs to the script."""
 
         def generate_span_id(self) -> int:
             return secrets.randbelow(2**64 - 1) + 1
@@ -260,7 +262,7 @@ def _ended_spans() -> Any:
     from opentelemetry.sdk.trace import SpanProcessor
 
     class Ended(SpanProcessor):
-        """Stores ended spans until they are taken."""
+        """Collects finished spans until they are taken."""
 
         def __init__(self) -> None:
             self._spans: list[ReadableSpan] = []

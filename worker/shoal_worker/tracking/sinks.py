@@ -1,4 +1,5 @@
-"""Points, events, spans and log lines of one run, and the interface of a sink, which writes them.
+"""The data that a sink receives for a run (points, events, spans and log lines), and the interface
+of a sink.
 
 A sink writes to one tracker, such as MLflow. `delivery.py` provides queues, retries and threads for
 all sinks.
@@ -16,14 +17,15 @@ from shoal_worker.elastic.session.session import Session
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Identifies a run to a sink. Does not depend on which rank writes, or on resumes."""
+    """Identifies a run to a sink. `job` and `key` do not depend on which rank writes, and do not
+    change if the run is resumed."""
 
     job: str
     """Name of the job, for display; empty if it has none."""
     key: str
     """Unique key of the run."""
     place: str = ""
-    """Host of the writing process, and the process's index on that host. They do not change when
+    """Host of the writing process, and the index of the process on that host. They stay the same if
     the process gets a different rank."""
 
     @classmethod
@@ -42,7 +44,7 @@ class TrackedRun:
 
 
 class EventKind(StrEnum):
-    """Kinds of events in a run that are shown together with its numbers."""
+    """Kinds of events that trackers show together with a run's numbers."""
 
     FAULT = "fault"
     """A fault aborted a step, which is repeated."""
@@ -51,9 +53,9 @@ class EventKind(StrEnum):
     LEAVE = "leave"
     """Ranks left: they died, or were drained."""
     GENERATION = "generation"
-    """Training continues with a new list of ranks."""
+    """Training continues in a new generation."""
     RETURN = "return"
-    """Training continues from an earlier step, after a return to a checkpoint."""
+    """Training continues from an earlier step, because the run has returned to a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +112,19 @@ Report: TypeAlias = Points | Event | Span | LogLine
 
 
 class Sink(Protocol):
-    """Writes a run to one tracker. All calls in a process come from one thread, which may block:
-    training does not wait for it. If a call raises, it is retried later with the same arguments;
-    before `write` is retried, `open` is called again. New reports wait until the call succeeds."""
+    """Writes a run to one tracker. All calls in a process come from one thread. They may block,
+    because training does not wait for that thread. If a call raises an error, it is retried later
+    with the same arguments; before `write` is retried, `open` is called again. New reports wait
+    until the call succeeds."""
 
     on_every_rank: bool
-    """True if each rank writes its own reports, including spans and log lines. False if one rank
-    writes at a time, without spans and log lines."""
+    """True if each rank writes its own reports, including spans and log lines. If False, only one
+    rank writes at a time, and it writes no spans or log lines."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Opens the sink, or reopens it after an error. `run`: its `key` and `job` are the same
-        each time that any rank opens the sink for a run. `step`: the next step to be written. If
-        the tracker already has data for this step or later ones, the sink must ensure that no step
-        counts twice.
-        """
+        """Opens the sink, or reopens it after an error. `run`: has the same `key` and `job`
+        whichever rank opens the sink. `step`: the next step to be written. If the tracker already
+        has data for this step or later ones, the sink must ensure that no step appears twice."""
 
     def write(self, reports: Sequence[Report]) -> None:
         """Writes reports in order. Returns once the tracker has received them. The numbers of one

@@ -1,8 +1,8 @@
 """Spans of one rank, for sinks that trace: steps, generations, checkpoints and calls.
 
-There are so few spans that none needs to be dropped: each span covers `every_steps` steps, and
-calls to services have a span only if they fail or are slow. Of all other calls to a method, one
-call every ten seconds has a span.
+The number of spans is kept so low that none has to be dropped. A span of steps covers `every_steps`
+steps. A call to a service has a span if it fails or is slow; of the other calls of each method, one
+every ten seconds has a span.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class SpanSource:
     def __init__(
         self, session: Session, put: Callable[[Report], None], *, every_steps: int
     ) -> None:
-        """`put`: receives the spans. Called on several threads."""
+        """`put`: receives the spans. Called from several threads. `every_steps`: number of steps
+        per span."""
         self._session = session
         self._put = put
         self._every = every_steps

@@ -1,10 +1,11 @@
-"""TensorBoard's event files: scalars and texts of a run, in one directory.
+"""TensorBoard sink: writes a run's numbers (as scalars) and events (as text) to event files in one
+directory.
 
-Each time that the sink is opened, it creates a new file, because a different rank may already be
-writing. TensorBoard shows all files of a directory as one run. Each file makes TensorBoard ignore
-older data for the file's first step and all later steps, so repeated steps appear once, with their
-last values. Ranks on several machines need a shared directory; otherwise each machine has only its
-own part.
+The sink creates a new file each time it is opened, because the previous file may belong to a
+different rank. TensorBoard shows all files in a directory as one run. Each file tells TensorBoard
+to ignore older data from the file's first step on, so repeated steps appear once, with their last
+values. Ranks on several machines need a shared directory; otherwise each machine has only the steps
+that its own ranks have written.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._directory), purge_step=step)
 
     def write(self, reports: Sequence[Report]) -> None:
-        """Writes points as scalars, and events as texts under the tag shoal/events."""
+        """Writes points as scalars, and events as text under the tag shoal/events."""
         writer = self._writer
         assert writer is not None, "the sink must be open"
         for report in reports:

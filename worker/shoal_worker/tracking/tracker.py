@@ -8,7 +8,7 @@ instead.
 
 The training thread only decides what to write; `delivery.py` writes it on other threads. If the
 writing rank is killed, the reports in its queue are lost. The other ranks therefore keep their
-newest reports, and the next writing rank begins with them; the sink ensures that no step counts
+newest reports, and the next rank to write begins with these; the sink ensures that no step appears
 twice.
 """
 
@@ -40,7 +40,7 @@ _MOST_KEPT: Final = 1_000
 
 @dataclass(frozen=True)
 class SessionValues:
-    """Values of a session whose changes are reported as events."""
+    """Values of a session that are compared between steps to detect events."""
 
     generation: int
     world_size: int
@@ -113,8 +113,8 @@ class Tracker:
             LogLines(session, self._put)
 
     def _begun(self) -> None:
-        """Assigns losses reported since the last commit to the committed step. Must be called when
-        a new step begins."""
+        """Assigns the losses that the script has reported since the last commit to the last
+        committed step. Must be called when a new step begins."""
         self._finish_step()
         self._committed = None
 
@@ -136,7 +136,7 @@ class Tracker:
 
     def _end_with_script(self) -> None:
         """Ends tracking as soon as the main thread has ended, before exit hooks run. The session
-        itself ends in an exit hook, but W&B's exit hook would run before that and stop W&B's own
+        itself ends in an exit hook. W&B's exit hook would run before that one, and stop W&B's own
         process."""
         main = threading.main_thread()
         while main.is_alive():
@@ -190,8 +190,8 @@ class Tracker:
                 self._due[name] = (count, step)
 
     def _write_reported(self) -> None:
-        """Writes the reported numbers that are due and whose values are known. The value of a
-        number on a device may become known later."""
+        """Writes the numbers that the script has reported and that are due, as far as their values
+        are known. The value of a number on a device may become known only later."""
         if not self._due:
             return
         values: dict[str, float] = {}
@@ -218,7 +218,8 @@ class Tracker:
             self._each(Delivery.close)
 
     def _put(self, report: Report) -> None:
-        """Queues a report, or keeps it while a different rank writes. Thread-safe."""
+        """Queues a report or, while a different rank writes, keeps it. May be called from any
+        thread."""
         if self._open:
             self._each(lambda delivery: delivery.put(report))
         else:
@@ -232,8 +233,9 @@ class Tracker:
 def changes(
     before: SessionValues, now: SessionValues, *, step: int, last: int | None
 ) -> list[tuple[EventKind, str]]:
-    """Returns the events, as kind and text, between two committed steps of one rank. `step`: the
-    second of these steps. `last`: newest written step, if steps are repeated; otherwise None."""
+    """Returns the events (kind and text) that happened between two states of a session. `step`: the
+    committed step to which `now` belongs. `last`: if steps are repeated, the newest step that was
+    committed before; otherwise None."""
     found: list[tuple[EventKind, str]] = []
     if last is not None:
         found.append((EventKind.RETURN, f"steps {step} to {last} are repeated"))

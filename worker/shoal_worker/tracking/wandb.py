@@ -1,13 +1,14 @@
-"""Weights & Biases: a run's progress as one W&B run.
+"""Weights & Biases sink: records a run's progress as one W&B run.
 
 The W&B run's id is computed from the run's key. A rank that replaces a dead rank, and a resumed
 run, therefore continue the same W&B run. W&B cannot delete rows, so repeated steps keep their first
-values. The server reports the newest step. Without a server (WANDB_MODE=offline), it is read from
-the directories that were created when the sink was opened earlier; `wandb sync` joins these
-directories to one run. Ranks on several machines need a shared directory for that.
+values. To skip these steps, the sink must know the newest step in W&B. It comes from the server.
+Without a server (WANDB_MODE=offline), the sink reads it from the directories that W&B created when
+the sink was opened before; `wandb sync` joins these directories to one run. Ranks on several
+machines need a shared directory for that.
 
 W&B's own process sends the rows, and dies if the rank is killed. It writes received rows to the
-run's directory once per second, so that few are lost in that case.
+run's directory once per second, so that only a few are lost in that case.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class WandB:
         """Newest step that the W&B run had when the sink was opened."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Continues the W&B run for this run, or creates it."""
+        """Continues the W&B run that belongs to `run`, or creates it."""
         import wandb
 
         failed, self._run = self._run, None
@@ -110,8 +111,8 @@ class WandB:
         self._run = opened
 
     def write(self, reports: Sequence[Report]) -> None:
-        """Writes points and events as rows by step. An event is a text in the column of its kind,
-        such as shoal/fault."""
+        """Writes points and events as rows, by step. An event is a line of text in the column of
+        its kind, such as shoal/fault."""
         assert self._run is not None, "the sink must be open"
         for report in reports:
             if isinstance(report, Points):
@@ -127,8 +128,8 @@ class WandB:
                 self._run.summary.update(row)
 
     def close(self, *, ended: bool) -> None:
-        """Closes the W&B run once all rows are sent. A rank that continues the run resumes the W&B
-        run."""
+        """Closes the W&B run once all rows are sent. If another rank continues the run, it resumes
+        this W&B run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
@@ -142,8 +143,8 @@ def run_id(run: TrackedRun) -> str:
 
 
 def _newest_step(directory: Path, of_run: str) -> int:
-    """Returns the newest step in the rows that W&B recorded in `directory` without a server; 0 if
-    there are none. `of_run`: id of the W&B run."""
+    """Returns the newest step among the rows that W&B recorded offline in `directory`; 0 if there
+    are none. `of_run`: id of the W&B run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     newest = 0
@@ -160,8 +161,9 @@ def _newest_step(directory: Path, of_run: str) -> int:
 
 
 def _records(file: Path) -> Iterator[bytes]:
-    """Yields the complete records at the end of a file. A record consists of one or more parts of
-    these types: complete record (1), first part (2), middle part (3), last part (4)."""
+    """Yields the complete records in the last blocks of a W&B file. A record is stored in one or
+    more pieces of these types: complete record (1), first piece (2), middle piece (3), last piece
+    (4)."""
     with file.open("rb") as opened:
         blocks = file.stat().st_size // _BLOCK
         position = max(0, blocks - _NEWEST_BLOCKS) * _BLOCK

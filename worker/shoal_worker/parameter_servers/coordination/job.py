@@ -1,7 +1,7 @@
 """This worker's view of its job for asynchronous training: its identity and generation, and the
 addresses of the parameter servers.
 
-Any thread may call these methods; the coordinator's link and client can be shared.
+All methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Job:
         return newest.world_size if newest is not None else 1
 
     def peers_before(self) -> list[Peer]:
-        """Returns the other peers of the newest generation that were in an earlier generation and
-        can send their state (have a donor address and key), in rank order."""
+        """Returns the other peers of the newest generation, in rank order, if they were in an
+        earlier generation too and can send their state (have a donor address and key)."""
         peers = self._peers_at(slice(None))
         return [
             p
@@ -124,8 +124,8 @@ class Job:
 
     def entered(self) -> bool:
         """Records that this worker has entered the newest generation. Returns whether the
-        generation has changed since the last call. Membership changes do not interrupt asynchronous
-        training."""
+        generation has changed since the last call. The caller decides when to call this, because
+        membership changes do not interrupt asynchronous training."""
         if self.generation == self._entered:
             return False
         self._entered = self.generation
@@ -156,14 +156,13 @@ class Job:
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Reports to the coordinator that a slower peer is blocking this member. The coordinator
-        then evicts any member that makes no progress.
-        """
+        """Reports to the coordinator that this member is blocked by a slower peer. The coordinator
+        then evicts any member that makes no progress."""
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
-        """Declares the tensors to the coordinator, which assigns them to parameter servers, and
-        waits until all servers are registered.
+        """Declares the tensors to the coordinator, so that it assigns them to parameter servers.
+        Blocks until all servers are registered, and returns the assignment.
 
         Raises:
             ConfigurationError: the job has no parameter servers.
@@ -206,7 +205,7 @@ class Job:
         batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
         """Leases batches, acknowledges finished batches and returns other batches to the
-        coordinator, without retries. Raises errors reported by the coordinator, and
+        coordinator, in one attempt. Raises the errors that the coordinator reports, and
         UnavailableError or DeadlineError if the coordinator is unreachable."""
         return self._link.client.lease_batches(
             self.job_id,
@@ -229,8 +228,8 @@ class Job:
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """Returns a client for the server at `address`, which calls it as this worker. The client
-        is closed once a new server has replaced this server and this server no longer responds."""
+        """Returns a client for the server at `address` that identifies itself as this worker. The
+        client is closed once the server has been replaced by a new one and no longer responds."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel,
@@ -243,7 +242,8 @@ class Job:
         return client
 
     def retry_until(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
-        """Retries an idempotent call for as long as the called service is unreachable."""
+        """Calls `call`, which must be idempotent, until the service is reachable or `patience` has
+        passed. `what`: name of the service, for errors."""
         deadline = time.monotonic() + self.patience.total_seconds()
         backoff, lines = Backoff(longest_s=_LONGEST_BACKOFF_S), WaitingLines()
         while True:

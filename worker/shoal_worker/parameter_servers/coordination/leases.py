@@ -1,9 +1,10 @@
 """Sources of leased batches for loaders: the coordinator, which reassigns the batches of a dead
 worker, or this process if it runs alone.
 
-A worker leases batches in advance, enough to train for about `lease_ahead`. A separate thread
-renews the leases and acknowledges finished batches. A step therefore does not wait for the
-coordinator, and training continues for about `lease_ahead` while the coordinator is unreachable."""
+A worker leases batches in advance, enough to train for about `AsyncOptions.lease_ahead`. A separate
+thread leases more batches and acknowledges finished ones. A step therefore does not wait for the
+coordinator, and training continues for about `lease_ahead` while the coordinator is unreachable.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +63,11 @@ class LeaseSource(Protocol):
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
         the order of their leases, one at a time, and report `finished` before they take the next
-        batch. `want`: number of batches; 0 if the script has left the loop; all leased batches are
-        then returned, except finished ones and `at_hand`."""
+        batch.
+
+        `want`: number of batches. 0 if the script has left the loop: the worker's leases are then
+        given up, except those of finished batches and of the batch `at_hand`.
+        """
         ...
 
     def at_hand(self, loader: str) -> int:
@@ -73,8 +77,8 @@ class LeaseSource(Protocol):
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """Returns the furthest epoch of `loader` that any member has begun, but at least
-        `epoch`."""
+        """Returns the latest epoch of `loader` that any member has begun, or `epoch` if that is
+        later."""
         ...
 
     def is_idle(self, loader: str) -> bool:
@@ -103,8 +107,7 @@ class _Block:
     """Finished batches that have not been reported to the coordinator yet. Their pushes have been
     acknowledged."""
     returned: list[int] = field(default_factory=list)
-    """Batches that are returned without having been trained on, and have not been reported to the
-    coordinator yet."""
+    """Batches to give back to the coordinator without having been trained on; not reported yet."""
     loop_left: bool = False
     """True if the script is currently not taking batches from the loader. No batches are then
     leased in advance."""
@@ -113,15 +116,16 @@ class _Block:
     asking: bool = False
     """True if a request about this block is in progress."""
     unsaid_since: float = 0.0
-    """Time when the first unacknowledged batch was finished. `finished_at`: time when the last
-    batch was finished, or when the epoch began."""
+    """Time since which the oldest batch in `finished` has been waiting to be reported: when it was
+    finished, or when the coordinator last responded. `finished_at`: time when the last batch was
+    finished, or when the epoch began."""
     finished_at: float = 0.0
     pace_s: float = 0.0
     """Average time from one finished batch to the next, in seconds; 0: unknown."""
     asks_below: int = 1
-    """More batches are requested if fewer than this number are leased: half of the number after the
-    last response. 0: the coordinator has no more batches; another request is sent only once another
-    batch is finished, or if the training thread is waiting."""
+    """More batches are requested when fewer than this number are leased. After each response, it is
+    set to about half of the leased batches. 0: the coordinator has no more batches. The next
+    request is then sent once another batch is finished, or if the training thread is waiting."""
     answer: pb.LeaseBatchesResponse | None = None
     """The coordinator's last response."""
     failure: Exception | None = None
@@ -268,8 +272,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Returns all batches except `at_hand` to the coordinator. They no longer belong to this
-        worker, even before the coordinator has been notified."""
+        """Gives all batches except `at_hand` back to the coordinator. They stop belonging to this
+        worker immediately, before the coordinator has been notified."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]

@@ -1,10 +1,10 @@
 """A coordinator and a parameter server owned by this process, for `python train.py` without a
 cluster.
 
-The package shoal-worker does not depend on the services, so this module starts them as programs on
-loopback, if they are installed. Their lifetime is tied to this process: it stops them when it exits
-normally, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if
-they fail to start.
+The package shoal-worker does not depend on the services, so this module runs their programs, if
+they are installed, as child processes that listen on loopback. They never outlive this process: it
+stops them when it exits normally, and the kernel kills them otherwise. Their output goes to a file.
+If they fail to start, the error quotes the end of that file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ JobT = TypeVar("JobT", bound=Job)
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
     """Returns the session's job for use with parameter servers. If this process does not belong to
-    a cluster, also starts and returns a cluster, which the caller must close.
+    a cluster, also starts a cluster and returns it; the caller must close it. Otherwise, returns
+    None in its place.
 
     Raises:
         ConfigurationError: the ranks belong to a launch without servers, or `OwnCluster` cannot

@@ -1,9 +1,10 @@
 """Measures how long the training thread has been waiting for a parameter server; heartbeats report
 this time.
 
-A worker that is waiting for a server is not stuck, so it is not removed. Other threads also call
-servers, to prefetch values and rows and to save tables. Their waits do not count, because the
-training thread may be stuck in its own code during such a wait."""
+A worker that is waiting for a server is not stuck, so the coordinator must not remove it. Other
+threads also call servers, to prefetch values and rows and to save tables. Their waits are not
+measured, because the training thread may be stuck in its own code meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class ServerWaits:
     """One worker's waits for parameter servers. May be used from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Must be called on the training thread, whose waits are then counted. `clock`: returns
-        monotonic time in seconds."""
+        """Must be called on the training thread, because only this thread's waits are measured.
+        `clock`: returns monotonic time in seconds."""
         self._clock = clock
         self._training = threading.get_ident()
         self._waits: dict[object, tuple[float, str, int]] = {}
@@ -26,12 +27,12 @@ class ServerWaits:
         self._collects_since: float | None = None
 
     def trains(self) -> None:
-        """Makes the calling thread the training thread."""
+        """Makes the calling thread the training thread, whose waits are measured."""
         self._training = threading.get_ident()
 
     @contextmanager
     def of(self, server: str) -> Iterator[None]:
-        """Context in which the calling thread counts as waiting for `server`."""
+        """Context in which the calling thread is recorded as waiting for `server`."""
         wait = object()
         self._waits[wait] = (self._clock(), server, threading.get_ident())
         try:
@@ -41,8 +42,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """Context in which the training thread counts as waiting while any other thread is waiting
-        for a server. Has no effect on other threads."""
+        """Context in which the training thread waits for other threads: any wait of theirs for a
+        server is then recorded as its own. Has no effect if called on another thread."""
         if threading.get_ident() != self._training:
             yield
             return

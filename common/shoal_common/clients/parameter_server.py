@@ -189,8 +189,8 @@ class ParameterServerClient:
     def initialize(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Sends the first values of partitions. For each partition, the first sender wins. Returns
-        one result per partition, in order."""
+        """Sends the first values of partitions. If several callers send values for a partition, the
+        first ones are kept. Returns one result per partition, in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
@@ -424,8 +424,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """Chunks of an upload, and the error raised while they were produced, which gRPC itself does
-    not report."""
+    """Iterator over the chunks of an upload. Records in `failure` an error raised while the chunks
+    are produced, because gRPC does not report such an error."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

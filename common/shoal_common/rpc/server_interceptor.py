@@ -128,7 +128,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the wrapped handler of a method.
+        """Wraps the handler of a method, and returns the wrapped handler.
 
         Requests are decoded only after the call is admitted. A single request is decoded here, so
         that a malformed request gets a meaningful status (grpc.aio itself would respond with

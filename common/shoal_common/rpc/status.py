@@ -178,7 +178,7 @@ def _class_of(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo) -> type[
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
-    """Returns the error class for a status that has a reason but no class."""
+    """Returns the error class for a status that contains a reason but does not name a class."""
     for kind in _CLASSES.values():
         if kind.code == code.name and kind.default_reason == reason:
             return kind

@@ -100,7 +100,8 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """Returns the changes that write the complete state, as for a new job."""
+    """Returns `Changes` that mark every part of the state as changed, so that the complete state is
+    written, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -152,8 +153,8 @@ def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recov
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """Adds a field to `put`, the fields to set. If `value` is None, adds its name to `remove`, the
-    fields to delete."""
+    """Adds a field to `put`, the fields to be set. If `value` is None, adds the field's name to
+    `remove`, the fields to be deleted."""
     if value is None:
         remove.append(name)
     else:
@@ -223,13 +224,13 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """Returns the values of a rank that cannot be derived from the rest of the table."""
+    """Returns the values of a rank that cannot be derived from the rest of the rank table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Returns a layout with its tensors and partitions as plain lists, since there may be a hundred
-    thousand of them. A bucket has two additional numbers."""
+    """Returns a layout as JSON-compatible values. Tensors and partitions are plain lists, since
+    there may be a hundred thousand of them. The list of a bucket has two additional numbers."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],

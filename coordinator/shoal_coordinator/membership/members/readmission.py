@@ -47,7 +47,7 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that was in progress when the coordinator was restarted: members get
+    """Continues a recovery that was in progress when the coordinator was restarted. Members get
     another lease duration to return."""
     recovery = draft.recovery
     if recovery is not None and recovery.until_ms == Recovery.FOUND:
@@ -77,7 +77,8 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Returns whether members have yet to return. Until then, no generation may be formed."""
+    """Returns whether the job is still waiting for members of lost generations to return. Until
+    then, no generation may be formed."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 

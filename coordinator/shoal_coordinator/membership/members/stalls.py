@@ -150,7 +150,8 @@ def _evict_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Returns an explanation of the stalled step; empty if no step is stalled."""
+    """Returns an explanation of the stalled step, or of hung members while no step is stalled;
+    empty if there is neither. `reach`: text about members that cannot reach each other."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:

@@ -56,8 +56,8 @@ _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Parts of the state that must be written: the keys of changed mappings, and flags for the
-    rest."""
+    """Parts of the state that must be written to Redis: for mappings, the keys of changed entries;
+    for all other parts, a flag."""
 
     header: bool
     """True if any of the small fields has changed, such as the phase, the number or the
@@ -268,7 +268,7 @@ class Draft:
         self.unplaced.pop(member_id, None)
 
     def correct_ending(self, member_id: str, ending: str) -> None:
-        """Replaces the recorded ending of a former member."""
+        """Replaces the recorded reason why a former member left."""
         if self._departed is None:
             self._departed = dict(self._before.departed)
         self._departed[member_id] = replace(self._departed[member_id], ending=ending)
@@ -316,7 +316,8 @@ class Draft:
         self._changed_servers.add(server.server_id)
 
     def remove_server(self, server_id: str) -> None:
-        """Removes a server and frees its place."""
+        """Removes a parameter server. Its place (its share of the tensors, and its role) becomes
+        free."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         del self._servers[server_id]

@@ -1,12 +1,13 @@
 """Moves partitions between servers, one move at a time. The state written here determines who owns
 each partition (docs/explanation/parameter-servers.md#moving-partitions).
 
-A move is first written to Redis and then sent to its giver. Only the giver's report ends the move.
-If the giver is lost, the coordinator waits for it or its backup to return, since its journal may
-record that the partitions have left. If the journal does not record this, the returning process
-reports that the move has failed. The new owner is written together with the end of the move, and
-only if the process that received the partitions is still alive. All primaries are notified when a
-move has ended, and again when they reconnect; a giver that reconnects receives the current move.
+A move is first written to Redis and then sent to its giver, the server that hands the partitions
+over. Only the giver's report ends the move. If the giver is lost, the coordinator waits for it or
+its backup to return, since its journal may record that the partitions have left. If the journal
+does not record this, the returning process reports that the move has failed. The new owner is
+written together with the end of the move, and only if the process that received the partitions is
+still alive. All primaries are notified when a move has ended, and again when they reconnect; a
+giver that reconnects receives the current move.
 
 A receiver with a full disk would remain the emptiest server, and a giver with a failing disk the
 fullest, so the same move would be chosen again. After a failed move, the server that the giver
@@ -85,9 +86,9 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
 
 
 def _counts(draft: Draft, index: int) -> bool:
-    """Returns whether a place can receive partitions, now or once its server has returned. A place
-    whose server is absent and has no partitions does not count, since the next new server gets this
-    place."""
+    """Returns whether a place can receive partitions, either now or once its server has returned.
+    This excludes a place whose server is absent and that has no partitions, because the next new
+    server gets this place."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     return (primary is not None and primary.alive) or holds_something(draft, index)
 
@@ -257,8 +258,8 @@ def _left_out(
 
 
 def _is_safe(draft: Draft, index: int) -> bool:
-    """Returns whether partitions that a place receives are also stored by its backup. Always True
-    in a job without backups."""
+    """Returns whether the backup of a place also stores the partitions that the place receives.
+    Always True in a job without backups."""
     backup = of_place(draft, index, ServerRole.BACKUP)
     return not draft.spec.parameter_server_backups or (backup is not None and backup.in_sync)
 

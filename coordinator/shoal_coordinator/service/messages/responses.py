@@ -100,7 +100,7 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """Returns the response about a run that has ended, with all data recorded about it."""
+    """Returns the GetJob response about a past run: everything that is recorded about this run."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -325,7 +325,7 @@ def server_messages(state: JobState) -> list[pb.ServerStatus]:
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
-    """Returns the message that informs a server of its place."""
+    """Returns the message that informs a parameter server of its place (shoal.v1.ServerPlace)."""
     return pb.ServerDirective(
         place=pb.ServerPlace(
             epoch=effect.epoch,

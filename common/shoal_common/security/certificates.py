@@ -233,7 +233,8 @@ class PairContexts:
     The listener's key is derived from the secret. Anyone who knows the secret therefore knows the
     listener's public key, and no one else can impersonate the listener. The caller then sends the
     secret, or a different secret that it has received, over the encrypted connection to
-    authenticate itself. """
+    authenticate itself.
+    """
 
     @staticmethod
     def listener(secret: str) -> ssl.SSLContext:

@@ -13,7 +13,8 @@ only after it is locked, so a file that can be locked belongs to a dead owner. T
 missing because the system has removed old files from /tmp. A directory without the file therefore
 belongs to a dead owner only if it has not changed for a minute and can itself be locked. Only
 directories of this user are removed: those named shoal-* that contain the file, and those named
-shoal-scratch-* that do not. """
+shoal-scratch-* that do not.
+"""
 
 from __future__ import annotations
 

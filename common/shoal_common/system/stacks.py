@@ -5,7 +5,8 @@ A process that calls `serve_stacks` opens a file in memory. When a real-time sig
 even while a thread holds Python's lock. `read_stacks` opens the file through /proc, sends the
 signal, and waits until the handler has returned. Children that the process forks (data workers)
 inherit the file and the handler. As with any signal, a system call in progress may return early;
-Python retries it (PEP 475). Linux only. """
+Python retries it (PEP 475). Linux only.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Paths of the status page on the coordinator's HTTP port.
 
-    / the page: one file without data about the cluster, so no token is needed /api/jobs all jobs
-        for which the caller's token is valid /api/job ?job=ID: one job, with the history of its
-        newest run /api/events ?job=ID[&after=EVENT]: the job's newest events, or the events after
-        EVENT
+    /              the page: one file without data about the cluster, so no token is needed
+    /api/jobs      all jobs for which the caller's token is valid
+    /api/job       ?job=ID: one job, with the history of its newest run
+    /api/events    ?job=ID[&after=EVENT]: the job's newest events, or the events after EVENT
 
 All routes run on threads of the HTTP server. Events are stored in Redis, which only the event loop
 may access, so the route of events waits for the loop.

@@ -1,8 +1,8 @@
 """A server in the role of a backup: follows its primary and does not serve workers. Belongs to the
 event loop.
 
-Until a primary has sent its complete state, a backup keeps its old state, because it may be
-promoted if the primary is lost.
+A backup keeps its old state until a primary has sent its complete state. Until then, the backup may
+have to continue with its old state, if it is promoted because the primary is lost.
 """
 
 from __future__ import annotations
@@ -411,15 +411,16 @@ class _Stream:
         return self.batches is not None
 
     def make_records(self) -> None:
-        """Passes the changes received so far to the copy's journal."""
+        """Writes the changes received so far to the journal of the copy (`_Copy`), and applies
+        them."""
         assert self.copy is not None
         records, self.records, self.nbytes = self.records, [], 0
         for record, position in records:
             self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
-        """Confirms to the primary that all records up to `position` are on disk. `whole`: True if
-        the complete state is on disk too."""
+        """Confirms to the primary that all records up to `position` are on this server's disk.
+        `whole`: True if the complete state is on disk too."""
         self.position = max(self.position, position)
         self._whole |= whole
         self._changed.set()

@@ -37,9 +37,16 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet`: waits until no changes are pending. `waited`: called with the duration in
-        seconds of each wait for slower members, even if it is zero. `answered`: called for each
-        partition with the number of value bytes sent, or None if the partition was unchanged."""
+        """Prepares a server for pulls.
+
+        Args:
+            shard, membership: state of the server.
+            quiet: waits until no changes are pending.
+            waited: called with the duration in seconds of each wait for slower members, even if it
+                is zero.
+            answered: called for each partition with the number of bytes of values sent, or None if
+                the partition was unchanged.
+        """
         self._shard = shard
         self._membership = membership
         self._quiet = quiet

@@ -404,9 +404,9 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Raises UnavailableError while partitions are being moved, except under asp. The receiver
-        already has a copy of the clocks, and reports that arrive here before the shard map names
-        the receiver would be lost."""
+        """Raises UnavailableError while partitions of this server are being moved, except under
+        asp. The receiver of the partitions already has a copy of the clocks. A report that arrived
+        here now would therefore be lost once the receiver owns the partitions."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which already has a copy "
@@ -470,8 +470,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Sets the configuration at one point in the journal: pushes before it use the old
-        configuration, pushes after it the new one."""
+        """Changes the configuration at one point in the order of the journal: pushes before this
+        point use the old configuration, and pushes after it the new one."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -481,8 +481,8 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Completes a change even if its caller disconnects, since the next change depends on
-        it."""
+        """Completes a change even if its caller disconnects, because the next change depends on
+        this one."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

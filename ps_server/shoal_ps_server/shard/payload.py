@@ -127,9 +127,9 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """Includes the next `nbytes`, which have just been written, in the checksum and, for plain
-        values, in `largest`. This is done here because the bytes are still in the processor's
-        cache."""
+        """Includes the next `nbytes`, which have just been written, in the checksum and, for
+        uncompressed values, in `largest`. This is done immediately, while the bytes are still in
+        the processor's cache."""
         end = self._received + nbytes
         if self._digest is not None:
             self._digest.update(self._bytes.data[self._received : end])

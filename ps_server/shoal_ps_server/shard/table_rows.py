@@ -181,7 +181,7 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Returns whether a restoration must still be carried out. No change to the bucket may be
+        """Returns whether a restoration still has to be carried out. No change to the bucket may be
         pending.
 
         `restoration`: number of the RestoreRows request, or 0, as in RowsHeader.restoration.

@@ -200,17 +200,18 @@ class Journal:
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """Sets the follower, in place of an earlier follower. It receives each record after the
-        record's effect. May be called by an effect."""
+        """Sets the follower, in place of an earlier one. The follower receives each record after
+        the record's effect has been called. May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
-        """Makes effects wait for the follower. From now on it receives each record before the
-        record's effect is called, and the effect waits for `confirm`. May be called by an effect.
+        """Makes effects wait for the follower. From now on, the follower receives each record
+        before the record's effect is called, and the effect waits until `confirm` confirms the
+        record. May be called by an effect.
 
         `position`: position of the last record that the follower has received. `confirmed`:
-        last position that it has confirmed.
+        position of the last record that it has confirmed.
         """
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed

@@ -7,4 +7,5 @@
 - `machines`: excludes machines whose workers die repeatedly, and refuses new members on machines
   that are excluded or reported as unhealthy.
 - `failures`: a collective fails. `stalls`: a step makes no progress. `stragglers`: a member is
-  slower than the others. """
+  slower than the others.
+"""

@@ -115,7 +115,8 @@ def incident_due(draft: Draft) -> None:
     A member that its peers were waiting for when they timed out is evicted once it has made no
     progress for stall_timeout_ms; the incident stays open until then, and for at least
     Policy.timeout_settle_ms. Members that are themselves only waiting need this time to report,
-    because their groups are aborted only after the group of the first reporter. """
+    because their groups are aborted only after the group of the first reporter.
+    """
     incident = draft.incident
     if incident is None or draft.broken or _has_ended(draft) or draft.now.ms < incident.due_ms:
         return

@@ -69,7 +69,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
     without the member has already been written.
 
     The first member with a rank that finishes ends the run for all members. A member that was asked
-    to leave (phase DRAINING) does not end the run, even if it reports that it has finished. """
+    to leave (phase DRAINING) does not end the run, even if it reports that it has finished.
+    """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
         member_lost(
@@ -316,9 +317,9 @@ def _notify_awaiting(
     """Stops members that would wait in vain because `left` has left before it adopted the newest
     generation. At the step boundary where it left, all members would have adopted that generation.
 
-    The affected members are members waiting in their first generation, members that have not
-    adopted the generation that was to follow a failure, and members that were quarantined from the
-    generation of `left` and were to return in the newest one.
+    Three kinds of members would wait in vain: members waiting in their first generation, members
+    that have not adopted the generation formed after a failure, and members that were quarantined
+    from the generation of `left` and would have returned in the newest one.
     """
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:

@@ -84,7 +84,8 @@ def member_died(draft: Draft, member: Member, event: MemberLost) -> None:
     there while members on other machines survive.
 
     A machine is excluded only if the job can continue without it. A death shortly after another one
-    on the same machine is not counted, because it probably has the same cause. """
+    on the same machine is not counted, because it probably has the same cause.
+    """
     host, policy = member.identity.host, draft.policy
     if draft.phase not in _GOES_ON or member.phase is MemberPhase.DRAINING:
         return

@@ -1,4 +1,4 @@
-"""Exponential backoff between attempts of an operation."""
+"""Exponential backoff between attempts at an operation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings and flags for tokens, keys and certificates, which are the same for every command and
-service.
+"""Settings and command-line flags for tokens, keys and certificates. They are the same for every
+command and service.
 
 A secret is never a command-line argument, because other users can see arguments in process lists.
 It is read from a file that a flag names, or from an environment variable. A process removes secrets

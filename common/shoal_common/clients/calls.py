@@ -1,4 +1,4 @@
-"""Code shared by the clients of both services: calls and response streams with deadlines, which
+"""Code shared by the clients of both services: calls and response streams that have deadlines and
 raise ShoalErrors."""
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 (docs/explanation/membership.md#runs).
 
 A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
-newest run has not ended means joining that run, so a run continues with the next processes that are
-started even if all its processes were killed. Creating a job whose newest run has ended starts the
-next run.
+newest run has not ended means joining that run. A run therefore continues when new processes are
+started, even if all its earlier processes were killed. Creating a job whose newest run has ended
+starts the next run.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RunEnding:
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Decides which run a caller takes part in that asks to create an existing job. This is the
-    newest run, which is resumed if necessary, or the next run, which is then started."""
+    """Decides which run a CreateJob request refers to if the job already exists: the newest run,
+    which is resumed if necessary, or the next run, which is then started."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number

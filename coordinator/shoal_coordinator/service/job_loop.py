@@ -479,7 +479,7 @@ def _may_lose(event: Event) -> bool:
 
 
 def _unwrapped(event: Event) -> Event:
-    """Returns the event itself, without its originator's run."""
+    """Returns the event that an OfRun event contains; returns any other event unchanged."""
     return event.event if isinstance(event, OfRun) else event
 
 

@@ -249,8 +249,8 @@ class MemberSessions:
 
     @staticmethod
     def _locate(job: JobLoop, reader: str, message: pb.Heartbeat) -> None:
-        """Records the stacks of silent members, read by this member at the coordinator's
-        request."""
+        """Records the stacks of silent members that this member (`reader`) has read at the
+        coordinator's request."""
         stall = job.state.stall
         for member_id, script_line, stacks in parse_observed(message):
             pulse = job.pulses.members.get(member_id)

@@ -1,12 +1,18 @@
 """Storage format of a job's state: one Redis hash per job, with JSON in its fields, so that a
 transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation` (the generation without its ranks), `ranks` (the
-full table of a generation, with its number), `change:NUMBER` (how each later table differs from the
-previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
-`departed:ID`, `server:ID`, `loader:NAME`. The store adds its own fields (store.py). Dataclasses are
-written with their field names, so that later releases can add fields with defaults. `format` in the
-header is incremented whenever older releases could no longer read the state.
+Fields:
+
+- `header`: the small parts of the state.
+- `generation`: the newest generation without its ranks.
+- `ranks`: the full rank table of a generation, with the generation's number.
+- `change:NUMBER`: how each later rank table differs from the previous one.
+- `layout`, `moves`.
+- `member:ID`, `departed:ID`, `server:ID`, `loader:NAME`: one field per entry of a mapping.
+
+The store adds its own fields (store.py). Dataclasses are written with their field names, so that
+later releases can add fields with defaults. `format` in the header is incremented by every change
+that older releases could not read.
 
 All data that this module reads was written by it. A field that cannot be parsed raises a
 CorruptDataError that names the field.

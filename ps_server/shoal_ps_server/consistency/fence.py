@@ -7,11 +7,12 @@ Membership changes do not interrupt asynchronous training, so a member need not 
 generation: a current member may continue in an older generation. Messages that were sent before
 their sender was evicted must not be accepted. The fence therefore refuses
 
-- members that are not in the newest generation known here, and
+- members that are not in the newest generation known to this server, and
 - for a member that was evicted and has returned, all generations up to the last one without it.
 
-A caller's generation may be newer than all generations known here. The fence then neither admits
-nor refuses the caller, since the coordinator has not announced this generation to the server yet.
+A caller's generation may be newer than all generations known to this server, because the
+coordinator has not announced it to the server yet. The fence then neither admits nor refuses the
+caller.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Effects of a change of the members."""
+    """Effects of adopting the members of a generation."""
 
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()

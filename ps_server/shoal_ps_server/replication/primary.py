@@ -3,9 +3,9 @@ it. Belongs to the event loop.
 
 A new backup first receives the current state, partition by partition between pushes, and all
 changes made while it is copied. Once the backup has confirmed that all this is on its disk, the
-journal starts to delay the effect of each change until the backup has received the change too, and
-the coordinator is notified that the backup is in sync. From then on, only the coordinator can stop
-this delay, with a new epoch of the place, because it may have made the backup the primary.
+journal starts to delay the effect of each change until the backup has received the change too. The
+coordinator is notified that the backup is in sync. From then on, only the coordinator can stop this
+delay, with a new epoch of the place, because it may have made the backup the primary.
 """
 
 from __future__ import annotations

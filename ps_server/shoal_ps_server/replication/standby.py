@@ -94,9 +94,11 @@ class Standby:
         """Follows primaries until this server is promoted, and returns its state at that time.
         Returns None if `stop` is set or the job has ended.
 
-        Raises AnotherRunError; the coordinator's error if it refuses this server's registration;
-        CorruptDataError if this server is promoted with earlier state that it cannot read; and
-        InternalError if it is promoted although a change could not be applied.
+        Raises:
+            AnotherRunError: the run that this server's state belongs to has ended or is lost.
+            CorruptDataError: this server is promoted with earlier state that it cannot read.
+            InternalError: this server is promoted although a change could not be applied.
+            ShoalError: the coordinator refused this server's registration.
         """
         async with AsyncExitStack() as stack:
             watch = LoopWatch(f"parameter server {self._settings.server_id}", self._registry)
@@ -153,7 +155,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns an empty `Known`; the facts about the job are in the primary's journal."""
+        """Returns an empty `Known`, because the primary reports this information."""
         return Known()
 
     def disconnected(self) -> None:
@@ -554,8 +556,8 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Closes the journal and returns this server's state, for a promotion. Raises InternalError
-        if a change could not be applied."""
+        """Closes the journal and returns the copied state, with which this server continues as a
+        primary. Raises InternalError if a change could not be applied."""
         await self.close()
         if self._failure is not None:
             raise InternalError(

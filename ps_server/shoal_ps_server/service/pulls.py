@@ -70,9 +70,9 @@ class Pulls:
     async def serve(
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Yields the header and the values of each partition; the values are None if they are
-        unchanged. They must be read before the next partition is requested. `key`: key presented by
-        the caller.
+        """Yields the header and the values of each partition; instead of values, yields None for an
+        unchanged partition. The values must be read before the next partition is requested. `key`:
+        key presented by the caller.
 
         Raises the errors documented for Pull in the .proto.
         """
@@ -116,8 +116,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Records which version a member has pulled: its next push will be based on it. Ignores a
-        member that has been evicted since it sent the pull."""
+        """Records the version that a member has pulled, because the member will compute its next
+        push from these values. Ignores a member that has been evicted since it sent the pull."""
         if (
             spec.bucket is None
             and pull.member_id

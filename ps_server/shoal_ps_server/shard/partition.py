@@ -60,7 +60,7 @@ class PartitionImage:
     """Number of the last restoration, as in `Partition.restoration`."""
 
     def settled(self) -> Settled:
-        """Returns a copy of the record of finished pushes."""
+        """Returns a copy of the record of settled pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )

@@ -250,10 +250,13 @@ class Shard:
         number shows that it has already been admitted. If `needs_trial` returns True for the push,
         no change to the partition may be pending.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
-        `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
-        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. If an error is
-        raised, this push is not admitted.
+        If an error is raised, this push is not admitted. In addition to the following errors,
+        raises the errors of `check_open`, `Partition.is_duplicate` and `Upload.values`.
+
+        Raises:
+            PreconditionError: OPTIMIZER_UNCONFIGURED.
+            LimitError: MEMORY_EXHAUSTED.
+            InvalidRequestError: RESULT_NOT_FINITE.
         """
         started = time.perf_counter()
         header = upload.header

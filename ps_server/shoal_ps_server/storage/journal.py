@@ -187,8 +187,9 @@ class Journal:
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """Starts the next file. Calls `effect` with the new file's number, after the effects of all
-        records in earlier files and before the effects of its own records. Returns a future that
-        fails with UnavailableError / JOURNAL_FAILED."""
+        records in earlier files and before the effects of its own records. Returns a future for the
+        result of `effect`; it fails with UnavailableError / JOURNAL_FAILED if the file cannot be
+        started."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -403,8 +404,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Writes a batch. Returns the error if the write failed. After an error, the journal
-        continues with the next batch."""
+        """Writes a batch to disk. Returns the error if the write failed. After an error, the caller
+        can continue with the next batch."""
         try:
             if self._broken:
                 self._begin(self._number + 1)

@@ -26,7 +26,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Leases of the batches of one epoch of a loader."""
+    """State of the batches in one epoch of a loader: which of them are leased, and to which
+    members."""
 
     batches: int
     """Number of batches, numbered from 0."""

@@ -349,8 +349,8 @@ class ParameterServer:
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Adopts the members of a generation. Raises ConfigurationError if the coordinator's job
-        differs from this server's job."""
+        """Adopts the members of a generation. Raises ConfigurationError if the generation is older
+        than the newest one known to this server, because the job has then been created again."""
         held = self._membership.fence.generation
         if generation < held:
             # A job's generations never decrease, so this server would refuse all its workers

@@ -135,7 +135,7 @@ class Listener(Protocol):
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
         """Called with the members of a generation and the digests of their keys. Raises
-        ConfigurationError if the members belong to a different job."""
+        ConfigurationError if this server's state belongs to an earlier job with the same id."""
 
     def placed(self, place: Place) -> None:
         """Called with this server's place, after each welcome and whenever the place changes."""

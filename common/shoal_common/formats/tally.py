@@ -224,8 +224,8 @@ class TallyWriter:
 
 
 def read_tally(path: Path) -> Tally | None:
-    """Reads a worker's tally from its file. Returns None if the file does not exist or records no
-    commits."""
+    """Reads a worker's tally from its file. Returns None if the file cannot be read, is not a
+    tally, or records no commits."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -54,7 +54,8 @@ class StatusPage:
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """Path -> handler. All paths except PAGE reveal information about the cluster."""
+        """Path -> handler. All paths except PAGE reveal information about the cluster, and
+        therefore require a token."""
         return {
             PAGE: lambda request: self._page,
             "/api/jobs": self._all_jobs,

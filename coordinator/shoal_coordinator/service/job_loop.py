@@ -295,7 +295,8 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits `_gather_s` for further joins, or until an event of a different kind is queued."""
+        """Waits `_gather_s` for further members to join or to become ready, or until an event of a
+        different kind is queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()

@@ -122,8 +122,8 @@ class _Stream:
 
 
 class Backup:
-    """Backup of a primary, as seen by the primary: sends it the state and the changes, and knows
-    whether it is in sync."""
+    """A primary's view of its backup. Sends the backup the state and all changes, and keeps track
+    of whether the backup is in sync."""
 
     def __init__(
         self,

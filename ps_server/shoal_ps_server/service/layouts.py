@@ -28,10 +28,10 @@ class Layouts:
         fetch: FetchLayout,
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
-        """`fetch`: fetches the current layout from the coordinator. `adopt`: adopts a fetched
-        layout: checks that the server has the layout's partitions, and makes the layout current by
-        calling `becomes`. It must complete even if the request that caused it is cancelled. It
-        raises PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
+        """`fetch`: fetches the current layout from the coordinator. `adopt`: checks that the server
+        has the partitions of a fetched layout, and then makes the layout current by calling
+        `becomes`. It must complete even if the request that caused it is cancelled. It raises
+        PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
         self._adopt = adopt
@@ -81,8 +81,8 @@ class Layouts:
         return layout
 
     async def _newer_than(self, epoch: int) -> Layout:
-        """Fetches a layout that is newer than `epoch` from the coordinator. Concurrent requests
-        share one fetch."""
+        """Returns the current layout. Unless it is newer than `epoch`, first fetches the layout
+        from the coordinator. Concurrent requests share one fetch."""
         async with self._fetching:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()

@@ -126,7 +126,8 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
-        """Under ssp and bsp, reports the member's progress and waits for slower members."""
+        """Reports the member's progress and, under ssp and bsp, waits for slower members. Under
+        bsp, then also waits until no changes are pending."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()

@@ -253,8 +253,8 @@ class Partition:
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """Removes the earliest pending push, `push`, from the pending ones, because it has been
-        applied or refused. `applies`: as in `admit`."""
+        """Stops counting `push`, the earliest pending push, as pending, because it has been applied
+        or refused. `applies`: as in `admit`."""
         if not refused:
             self.settled.settle(push, finished)
         self.on_their_way -= 1
@@ -348,8 +348,9 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Reserves memory for optimizer state that the push creates (if it is a piece's first
-        push), and for a copy of the values if delay compensation may need one.
+        """Checks that there is enough memory for optimizer state that the push creates (if it is a
+        piece's first push), and for a copy of the values if delay compensation may need one.
+        Allocates this memory and frees it again.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """

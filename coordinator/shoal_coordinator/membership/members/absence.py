@@ -66,8 +66,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members, which would not receive a new generation. Called before a generation
-    that must be formed immediately."""
+    """Evicts absent members, because they would not receive a new generation. Called when a
+    generation must be formed immediately."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name

@@ -306,8 +306,10 @@ def _notify(
     reach: str = "",
     silent: Sequence[SilentMember] = (),
 ) -> None:
-    """Writes an explanation to the log and to the event log, and sends it to all members of the
-    generation."""
+    """Announces why a step is stalled, in the log and to all members of the generation; at the
+    beginning of a stall also in the event log. Repeats an explanation only after
+    Policy.explain_again_ms, unless it contains news. An empty `text` means that no step is stalled
+    any more."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None

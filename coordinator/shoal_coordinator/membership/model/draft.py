@@ -326,7 +326,7 @@ class Draft:
     # -------------------------------------------------------------------------------------- batches
 
     def epochs_of(self, loader: str) -> set[int]:
-        """Returns the epochs of a loader that have leases."""
+        """Returns the epochs of a loader whose leases are on record."""
         kept = self._loaders.get(loader)
         before = (
             {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs}
@@ -336,7 +336,7 @@ class Draft:
         return before | {epoch for name, epoch in self._ledgers if name == loader}
 
     def count_loaders(self) -> int:
-        """Returns the number of loaders with leases."""
+        """Returns the number of loaders whose leases are on record."""
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def holds_batches(self, member_id: str) -> bool:
@@ -350,8 +350,8 @@ class Draft:
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Opens an epoch of a loader, and drops the loader's oldest epochs beyond
-        Policy.epochs_kept."""
+        """Starts to record the leases of an epoch of a loader, and drops the loader's oldest epochs
+        beyond Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}

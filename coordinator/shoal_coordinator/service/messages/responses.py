@@ -294,8 +294,8 @@ def _machine_messages(state: JobState) -> list[pb.MachineStatus]:
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Returns the members that have committed fewer than `step` steps, including members of a job
-    on hold and members excluded by a newer generation."""
+    """Returns up to MOST_BEHIND members that have committed fewer than `step` steps. Considers the
+    members of the newest generation, even if the job is on hold, and members that are draining."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member

@@ -239,8 +239,8 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def drain_refused(draft: Draft) -> None:
-    """If the condition of a machine has changed in this transition, drains the members on machines
-    that the job no longer accepts."""
+    """Drains the members on machines that the job no longer accepts. Does nothing unless the
+    condition of a machine has changed in this transition."""
     if not draft.machines_changed or draft.phase not in (JobPhase.WAITING, JobPhase.RUNNING):
         return
     for member in list(draft.members.values()):

@@ -137,9 +137,10 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """If a server reports a generation that Redis has lost, raises the number of the next
-    generation above it. The server would otherwise mistake members of a new generation for members
-    of an old one. Servers of a different run do not report such generations."""
+    """Makes sure that the next generation gets a number above the generation that a server reports,
+    in case Redis has lost that generation. The server would otherwise mistake members of a new
+    generation for members of an old one. Servers of a different run do not report such
+    generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return

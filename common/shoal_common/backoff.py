@@ -1,4 +1,4 @@
-"""Exponential backoff between attempts of an operation."""
+"""Exponential backoff between attempts at an operation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ have seeded it, and a fault must not change the script's random numbers."""
 
 
 class Backoff:
-    """Computes delays that double with each attempt, up to a maximum. The upper half of each delay
-    is random, so that many processes do not retry at the same time. Not thread-safe."""
+    """Computes delays that double with each attempt, up to a maximum. Each delay is reduced by a
+    random amount of up to half, so that many processes do not retry at the same time. Not
+    thread-safe."""
 
     def __init__(self, *, longest_s: float, first_s: float = _FIRST_S) -> None:
         """`first_s`, `longest_s`: first and maximum delay in seconds, before jitter."""
@@ -26,8 +27,8 @@ class Backoff:
     def next_s(self, failure: ShoalError | None = None) -> float:
         """Returns the seconds to wait before the next attempt, and doubles the delay after that.
 
-        `failure`: error of the last attempt. If it has a `retry_after`, the result is at least that
-        time plus up to 25 % jitter.
+        `failure`: error of the last attempt. If it has a `retry_after`, the result is at least
+        `retry_after`, extended by a random amount of up to 25 %.
         """
         now_s = self._next_s
         self._next_s = min(2 * now_s, self._longest_s)

@@ -1,5 +1,5 @@
-"""Settings and flags for tokens, keys and certificates, which are the same for every command and
-service.
+"""Settings and command-line flags for tokens, keys and certificates. They are the same for every
+command and service.
 
 A secret is never a command-line argument, because other users can see arguments in process lists.
 It is read from a file that a flag names, or from an environment variable. A process removes secrets
@@ -33,8 +33,8 @@ CALLER_FLAGS: Final[Mapping[str, str]] = {
     "--tls-key": "PEM private key of --tls-cert",
     "--token-file": "file that contains the bearer token of this program",
 }
-"""Flag -> help text, for all programs that call a service. The environment variables are
-SHOAL_TLS_CA and so on."""
+"""Flag -> help text, for all programs that call a service. The corresponding environment variables
+are SHOAL_TLS_CA and so on."""
 
 _SERVICE_FLAGS: Final[Mapping[str, str]] = {
     "--tokens": "file with lines `role: token` or `role@job: token` for the accepted tokens "
@@ -84,7 +84,8 @@ class _SecuritySettings(ShoalSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Adds a source of settings: the secrets that have been removed from the environment."""
+        """Adds a further source of settings: the secrets that this process has removed from its
+        environment."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         _refuse_old_names(prefix, os.environ)
         taken = {
@@ -124,8 +125,8 @@ class CallerSettings(_SecuritySettings):
         return None if self.token is None else self.token.get_secret_value()
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """Returns the settings for calls to the service at `address` (host:port). `more`: other
-        fields of ChannelSettings. Raises ConfigurationError."""
+        """Returns the settings for calls to the service at `address` (host:port). `more`: values
+        for other fields of ChannelSettings. Raises ConfigurationError."""
         # imported here because it imports gRPC, which commands that fail early do not need
         from shoal_common.rpc.channel import ChannelSettings
 
@@ -137,7 +138,7 @@ class CallerSettings(_SecuritySettings):
     def calling_tls(self) -> TlsSettings | None:
         """TLS settings for calls to other services; None: no TLS.
 
-        Raises ConfigurationError for a certificate without its key.
+        Raises ConfigurationError if a certificate is configured without its key.
         """
         if self.tls_ca is None and self.tls_cert is None and self.tls_key is None:
             return None
@@ -169,8 +170,8 @@ class ServiceSettings(_SecuritySettings):
     def serving_tls(self) -> TlsSettings | None:
         """TLS settings of this service; None: no TLS.
 
-        Raises ConfigurationError for a certificate without a key, a key without a certificate, or a
-        client CA without a certificate.
+        Raises ConfigurationError if a certificate is configured without its key, a key without its
+        certificate, or a client CA without a certificate.
         """
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
@@ -191,8 +192,8 @@ class ServiceSettings(_SecuritySettings):
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError if a variable is set under a name from an earlier release. Ignoring
-    the variable would disable TLS."""
+    """Raises ConfigurationError if a variable is set under a name from an earlier release. If the
+    variable were ignored, the process would run without TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(

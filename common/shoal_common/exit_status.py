@@ -1,5 +1,5 @@
-"""Exit statuses of workers and of `shoal run` with a special meaning (docs/exit-status.md). All
-other statuses come from the script.
+"""Exit statuses that have a special meaning if a worker or `shoal run` exits with them
+(docs/exit-status.md). All other statuses come from the script.
 
 Workers and `shoal run` use the same statuses, so that launchers and batch systems can handle both
 in the same way.

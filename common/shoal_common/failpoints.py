@@ -5,7 +5,7 @@ make the process fail.
 1) through the failpoint `name`, the process performs `action`. Actions are `kill` (SIGKILL to this
 process), `stop` (SIGSTOP: hangs until someone sends SIGCONT), `hang` (blocks this thread forever;
 heartbeats continue), `lose` (raises MembershipChanged, as if a peer had been lost) and `raise`
-(raises RuntimeError). Without the variable a failpoint costs one look-up in a cache.
+(raises RuntimeError). If the variable is not set, a failpoint costs one look-up in a cache.
 
 Workers:
 
@@ -24,8 +24,9 @@ Workers:
     step.summed                 the commit all-reduce has returned, but this rank has not read the
                                 result
     several_models.updated      one of several models is updated, but its step may still be aborted
-    several_models.prepared     all models that step have been updated or are about to be updated,
-                                but this rank has not contributed to the commit all-reduce
+    several_models.prepared     all models that take part in the step have been updated or are about
+                                to be updated, but this rank has not contributed to the commit
+                                all-reduce
     several_models.summed       the commit all-reduce has returned, but this rank has not read the
                                 result
     mesh.dividing               this rank has gathered its parts and is about to connect the groups
@@ -38,9 +39,10 @@ Workers:
     session.before_reconcile    the generation's group is connected
     session.in_operation        an operation between steps is about to start on its channel
     session.after_operation     the result of an operation is stored
-    session.at_boundary         the members have met at a step boundary where joiners are waiting
-    checkpoint.shard_written    this rank's shard of a checkpoint is on disk, but the note that
-                                reports it is not
+    session.at_boundary         all members have reached a step boundary at which joiners are
+                                waiting
+    checkpoint.shard_written    this rank's shard of a checkpoint is on disk, but the file that
+                                describes it is not
     checkpoint.upload_file      a file of a checkpoint is about to be uploaded to an object store
     checkpoint.upload_manifest  all files of a checkpoint except its manifest are in the object
                                 store
@@ -55,8 +57,8 @@ Workers:
                                 recorded it, and the coordinator has not been notified
     tables.summed               this rank has the row gradients of all ranks, but the step is not
                                 committed
-    tables.met                  all ranks are known to have committed the step, but this rank has
-                                not pushed any of its rows
+    tables.met                  this rank knows that all ranks have committed the step, but has not
+                                pushed any of its rows
     tables.pushed               this rank has pushed its part of the rows, but has not recorded it
 
 Parameter servers:
@@ -72,12 +74,12 @@ Parameter servers:
                                 spare; older files still exist
     snapshot.journal_shortened  all journal files that the snapshot replaces have been removed
     pull.halfway                values of a partition have been sent, and the pull continues
-    recovery.begun              no record of the journal has been replayed
+    recovery.begun              a recovery is about to replay the first record of the journal
     recovery.record_made        a record of the journal has been replayed
     recovery.done               all records have been replayed, but no new journal file has been
                                 started
-    backup.before_note          a primary's backup has a copy, and the journal is about to record
-                                that changes wait for the backup
+    backup.before_note          a backup has a copy of its primary's state, and the primary's
+                                journal is about to record that changes wait for the backup
     backup.holds                changes wait for the backup, but the coordinator has not been
                                 notified that the backup is in sync
     backup.cleared              a backup has removed its old data, but no part of the new copy is on

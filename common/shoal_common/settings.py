@@ -164,8 +164,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """Loads the settings. `given`: values of flags, which override the environment; None for a
-        flag that was not given."""
+        """Loads the settings. `given`: values of the command-line flags, by field name. They
+        override the environment; None means that the flag was not given."""
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
@@ -200,8 +200,8 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def _flag(cls, field: str) -> str:
-        """Returns the flag of a field followed by " or ", for use in messages; empty for settings
-        without flags."""
+        """Returns the command-line flag of a field followed by " or ", for use in messages.
+        Subclasses whose settings have no flags return an empty string."""
         return f"--{field.replace('_', '-')} or "
 
     @classmethod

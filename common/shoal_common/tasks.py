@@ -13,8 +13,8 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks until all have ended. The code that awaits the tasks must handle their results
-    and errors.
+    """Cancels tasks, repeatedly if necessary, until all have ended. The code that awaits the tasks
+    must handle their results and errors.
 
     A single cancellation may be lost if the operation that the task awaits completes at the same
     time. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends

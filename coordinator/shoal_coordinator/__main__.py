@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
-    """Starts the embedded Redis server if the URL is embedded://, while the rest of the program is
-    imported. Yields None for any other URL."""
+    """Context manager that runs the embedded Redis server if the URL is embedded://. The server
+    starts while the rest of the program is being imported. Yields None for any other URL."""
     url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
@@ -66,14 +66,14 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
 
 
 def _rarely_collect() -> None:
-    """Makes garbage collection rare, because sessions are numerous and long-lived.
+    """Makes garbage collection rare, because a coordinator has many objects that live long.
 
-    Ten thousand sessions amount to a million long-lived objects. Python scans them after every few
-    hundred allocations by default, which took a third of the time of ten thousand joins.
+    Ten thousand sessions amount to a million long-lived objects. By default, Python scans objects
+    after every few hundred allocations, which took a third of the time of ten thousand joins.
 
-    The older generations of objects still need collecting: a refused call leaves about 50 kB of
-    gRPC garbage. Objects of a call in progress are promoted when Python scans the youngest
-    generation, and become garbage in an older one. Python runs a full collection only when a
+    The older generations of objects must still be collected: a refused call leaves about 50 kB of
+    gRPC garbage. If the youngest generation is scanned during the call, the call's objects are
+    promoted, and become garbage in an older generation. Python runs a full collection only when a
     quarter of all objects are new.
     """
     gc.freeze()

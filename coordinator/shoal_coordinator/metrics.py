@@ -113,8 +113,8 @@ class CoordinatorMetrics:
 
 
 class JobsCollector(Collector):
-    """Collects the gauges of all jobs at each scrape, on the scraper's thread. For a run that has
-    ended and has no members left, exports only its failure."""
+    """Collects the gauges of all jobs at each scrape, on the thread that serves the scrape. For a
+    run that has ended and has no members left, exports only its failure."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed

@@ -1,5 +1,5 @@
-"""Runs one coordinator: creates its parts, serves until it is stopped, and shuts the parts down in
-order."""
+"""Runs one coordinator: creates its components, serves until it is stopped, and shuts the
+components down in order."""
 
 from __future__ import annotations
 
@@ -182,9 +182,9 @@ def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
 
 
 def _unhealthy(jobs: Jobs) -> str | None:
-    """Returns the reason why the coordinator is unhealthy; None if it is healthy. An unreachable
-    Redis does not count, since restarting the coordinator would not help and would lose its
-    in-memory state."""
+    """Returns the reason why the coordinator is unhealthy; None if it is healthy. A coordinator
+    that cannot reach Redis counts as healthy, because restarting it would not help and would lose
+    its in-memory state."""
     return (
         str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
     )

@@ -205,8 +205,8 @@ class Metrics:
         )
 
     def watch_disk(self, path: Path) -> None:
-        """Makes scrapes report the total and free size of the disk that contains the directory
-        `path`."""
+        """Registers the gauges for the total and the free size of the disk that contains the
+        directory `path`. They are read at each scrape."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 

@@ -1,5 +1,5 @@
-"""Assembles one parameter server: defines which part owns which state, and the order of startup and
-shutdown. Belongs to the event loop.
+"""Assembles one parameter server: defines which thread owns which state, and the order of startup
+and shutdown. Belongs to the event loop.
 
     event loop           all mutable state: partitions, membership (fence, clocks), layouts,
                          configuration, metrics; bulk connections (service/bulk)
@@ -213,10 +213,13 @@ class ParameterServer:
         unless a backup has the complete state of this server. Returns True if the coordinator has
         made this server a backup: its state is then obsolete.
 
-        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the coordinator's error
-        if it refuses this server's registration; UnavailableError: SNAPSHOT_FAILED or
-        JOURNAL_FAILED if the last snapshot or the journal could not be written; and InternalError
-        if a change in the journal could not be applied.
+        Raises:
+            ConfigurationError: the settings of addresses, TLS or tokens cannot be used.
+            AnotherRunError: the run that this server's state belongs to has ended or is lost.
+            UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED if the last snapshot or the journal
+                could not be written.
+            InternalError: a change in the journal could not be applied.
+            ShoalError: the coordinator refused this server's registration.
         """
         async with AsyncExitStack() as stack:
             watch = LoopWatch(f"parameter server {self._settings.server_id}", self._registry)
@@ -310,8 +313,8 @@ class ParameterServer:
             await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
-        """Stops this process because a change in the journal could not be applied. The next process
-        applies it when it recovers."""
+        """Stops this process because a change that is in the journal could not be applied. The next
+        process applies the change when it recovers."""
         logger.critical(
             "could not apply a change from the journal; exiting, so that recovery can apply it",
             extra={"error": error},
@@ -324,14 +327,15 @@ class ParameterServer:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
-        """Returns facts about the job that the coordinator may have lost."""
+        """Returns information about the job that the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
             server_index=self._primary_place.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """Records the assigned place, and the run of the opened session."""
+        """Records the index of the place that the coordinator has assigned, and the run of the
+        session that was opened."""
         self._primary_place.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
@@ -345,8 +349,8 @@ class ParameterServer:
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Adopts the members of a generation. Raises ConfigurationError if the coordinator's job
-        differs from this server's job."""
+        """Adopts the members of a generation. Raises ConfigurationError if the generation is older
+        than the newest one known to this server, because the job has then been created again."""
         held = self._membership.fence.generation
         if generation < held:
             # A job's generations never decrease, so this server would refuse all its workers
@@ -372,11 +376,12 @@ class ParameterServer:
         )
 
     def placed(self, place: Place) -> None:
-        """Adopts the place assigned by the coordinator."""
+        """Adopts the place (index, role and backup) that the coordinator has assigned."""
         self._primary_place.placed(place)
 
     def settled(self, move: int, epoch: int) -> None:
-        """Records the coordinator's decision on all moves up to `move`."""
+        """Records that the coordinator has decided the outcome of all moves of partitions up to
+        `move`."""
         self._mover.settled(move, epoch)
 
     def ordered(self, order: MoveOrder) -> None:
@@ -470,7 +475,7 @@ class ParameterServer:
             failpoint("move.activated")
 
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
-        """Counts an upload that was applied or was a duplicate."""
+        """Updates the metrics after an upload was applied or turned out to be a duplicate."""
         label = "duplicate" if outcome.duplicate else "applied"
         self._metrics.received_bytes.inc(upload.header.payload_bytes)
         if kind is UploadKind.INITIALIZE:
@@ -483,8 +488,8 @@ class ParameterServer:
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
     def _answered(self, sent: int | None) -> None:
-        """Counts a partition of a pull. `sent`: bytes of values sent; None if the partition was
-        unchanged."""
+        """Updates the metrics after a pull was answered for one partition. `sent`: bytes of values
+        sent; None if the partition was unchanged."""
         self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
         self._metrics.sent_bytes.inc(sent or 0)
 

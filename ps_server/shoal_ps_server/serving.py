@@ -45,8 +45,8 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 
 
 def _set_aside(directory: DataDirectory | None) -> str:
-    """Moves the server's state out of the way, since it belongs to a different run. Returns a
-    human-readable description of its new location."""
+    """Moves the server's state to a separate folder, because the state belongs to a different run.
+    Returns a human-readable description of its new location."""
     if directory is None:
         return "nowhere, since it has no data directory"
     folder = directory.set_aside()

@@ -70,13 +70,14 @@ its record of the run."""
 
 
 class AnotherRunError(PreconditionError):
-    """Raised if the run of this server's state has ended or is lost. The state will not be
-    requested again. The state is set aside, and the server starts empty."""
+    """Raised if the run that this server's state belongs to has ended or is lost, so that nobody
+    will request the state any more. The server then sets the state aside and starts empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This server's place, as assigned by the coordinator (shoal.v1.ServerPlace)."""
+    """This server's place in the job, as assigned by the coordinator: its share of the tensors, and
+    its role (shoal.v1.ServerPlace)."""
 
     epoch: int
     follows: bool
@@ -104,7 +105,8 @@ class MoveOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """Information about a job that its server has and the coordinator may have lost."""
+    """Information about a job that a server reports when it registers, because the coordinator may
+    have lost it."""
 
     generation: int = 0
     """Newest known generation; 0 if there is none."""
@@ -133,7 +135,7 @@ class Listener(Protocol):
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
         """Called with the members of a generation and the digests of their keys. Raises
-        ConfigurationError if the members belong to a different job."""
+        ConfigurationError if this server's state belongs to an earlier job with the same id."""
 
     def placed(self, place: Place) -> None:
         """Called with this server's place, after each welcome and whenever the place changes."""
@@ -168,15 +170,16 @@ class Registration:
 
 @functools.cache
 def incarnation() -> str:
-    """Returns an id that distinguishes this process from other processes that have had the same
-    place."""
+    """Returns an id that distinguishes this process from earlier and later processes of the same
+    server."""
     return secrets.token_hex(16)
 
 
 def this_process(
     settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None
 ) -> Registration:
-    """Returns the registration of this process. `run`: run that the server's state belongs to."""
+    """Returns the data with which this process registers. `run`: run that the server's state
+    belongs to; None if it has no state."""
     return Registration(
         job_id=settings.job,
         server_id=settings.server_id,
@@ -216,10 +219,11 @@ class CoordinatorSession:
         """Keeps the session open until the coordinator reports that the job has ended. Returns the
         reason.
 
-        Raises the coordinator's error if it refuses the first registration; AnotherRunError if the
-        run of this server's state has ended or is unknown; PreconditionError / SERVER_CONFLICT if a
-        different process has taken this server's place; and ConfigurationError if the listener
-        cannot take the assigned place.
+        Raises:
+            AnotherRunError: the run that this server's state belongs to has ended or is unknown.
+            PreconditionError: SERVER_CONFLICT if a different process has taken this server's place.
+            ConfigurationError: the listener cannot take the assigned place.
+            ShoalError: the coordinator refused the first registration.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -263,8 +267,8 @@ class CoordinatorSession:
     async def layout(self) -> Layout:
         """Returns this server's part of the current shard map.
 
-        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError if the coordinator
-        cannot be reached or has not welcomed this server yet.
+        Raises PreconditionError / TENSORS_UNDECLARED. Raises UnavailableError if the coordinator
+        cannot be reached or has not accepted this server's registration yet.
         """
         server_index = await self._registered_index()
         request = coordinator_pb2.GetShardMapRequest(
@@ -279,8 +283,8 @@ class CoordinatorSession:
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
-        """Sends a report about this primary's backup. While the session is broken, the report is
-        lost and must be sent again when the place is next announced."""
+        """Sends a report about this primary's backup. A report made while the session is broken is
+        lost. It must be made again when the coordinator next sends this server its place."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
@@ -410,8 +414,9 @@ class CoordinatorSession:
         return welcome
 
     async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
-        """Yields the messages to send on one stream. This replaces `call.write`, which with
-        interceptors (e.g. for a token) uses a queue whose reader is leaked if the call fails."""
+        """Yields the messages to send on one stream. The stream reads from this generator instead
+        of using `call.write`: if the channel has interceptors (e.g. for a token), `call.write` uses
+        a queue, and the task that reads the queue is leaked if the call fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
         while await sending.due():
             while sending.said:
@@ -438,10 +443,12 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Returns whether `error` means that this server's run has ended or is lost. Its state will
-        then never be requested again. If a lost run may still be continued by its members, the
-        error is an UnavailableError. Such an error counts only once _LOST_RUN_WAIT has passed since
-        the first one, so that the members have time to return."""
+        """Returns whether `error` means that this server's run has ended or is lost, so that its
+        state will never be requested again.
+
+        If the members of a lost run may still continue it, the error is an UnavailableError. To
+        give the members time to return, such an error has this meaning only once _LOST_RUN_WAIT has
+        passed since the first one."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
@@ -501,13 +508,14 @@ def _order(message: coordinator_pb2.MovePartitions) -> MoveOrder:
 
 
 class _Opened:
-    """Progress of one session stream."""
+    """Result of one session stream so far: `welcomed` is True once the coordinator has accepted the
+    registration."""
 
     welcomed: bool = False
 
 
 class _Sending:
-    """Outgoing messages of one stream, and their timing."""
+    """Outgoing messages of one session stream, and the times at which heartbeats are due."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None

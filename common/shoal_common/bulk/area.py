@@ -1,14 +1,14 @@
-"""Memory shared by a client and a server on one machine: a ring of pieces that one side fills and
-the other empties.
+"""Memory shared by a client and a server on one machine: a ring of fixed-size pieces that one side
+fills and the other side empties.
 
 The server creates the memory, makes the kernel allocate all its pages, and seals its size before a
 client sees it. A client therefore cannot cause a SIGBUS in the server by truncating the memory, and
 the server never maps memory that a client has created. The server copies a piece before it inspects
 it, so that the client cannot change a value after it has been checked.
 
-The pages are freed when the connection is closed. Allocating new memory for each partition, sealed
-against writing, would save the server's copy but cost three times as much in page faults
-(docs/explanation/parameter-servers.md#transport).
+The pages are freed when the connection is closed. Allocating new memory for each partition and
+sealing it against writing would save the server's copy, but the page faults would cost three times
+as much as the copy (docs/explanation/parameter-servers.md#transport).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class SharedArea:
         return self._view[start : start + nbytes]
 
     def freed(self) -> bool:
-        """Frees the oldest piece, which the other side has read. Returns False if no piece contains
-        data."""
+        """Marks the oldest filled piece as free, because the other side has read it. Returns False
+        if no piece contains data."""
         if not self.in_use:
             return False
         self._emptied += 1

@@ -44,8 +44,8 @@ def connect(host: str, port: int, until: float) -> socket.socket:
 
 
 def left_s(until: float) -> float:
-    """Returns the seconds until a time of the monotonic clock, at least 0.001, because some
-    functions treat 0 as unlimited or non-blocking."""
+    """Returns the seconds left until `until`, a time of the monotonic clock. The result is at least
+    0.001, because some functions treat 0 as unlimited or non-blocking."""
     return max(0.001, until - time.monotonic())
 
 

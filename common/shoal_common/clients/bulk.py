@@ -197,8 +197,10 @@ class OpenedConnection:
 
     @contextmanager
     def _stream(self, method: str, until: float) -> Iterator[None]:
-        """Performs one stream within the block. Afterwards the connection is usable only if the
-        block succeeded or the server refused the stream."""
+        """Context manager for one stream. Converts the errors of the connection to ShoalErrors.
+
+        After the block, the connection can be reused only if the block succeeded or the server
+        refused the stream."""
         self._until = until
         self.is_usable = False
         call = f"{method} at {self._address}"
@@ -243,8 +245,8 @@ class OpenedConnection:
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
     ) -> bytes | None:
-        """Sends partitions. If the server sends an ERROR frame before all are sent, stops and
-        returns the frame's message."""
+        """Sends partitions. If the server sends an ERROR frame in the meantime, stops and returns
+        that frame's message."""
         for header, payload in partitions:
             message = header.SerializeToString()
             self._send(head(Kind.PARTITION, len(message)), message, more=True)
@@ -265,9 +267,10 @@ class OpenedConnection:
 
     def _answer(self, refusal: bytes | None) -> bytes:
         """Waits for the server's response to an upload, and returns the encoded PushResponse.
-        Raises _Refused.
+        Raises _Refused if the server has refused the upload.
 
-        `refusal`: message of an ERROR frame that arrived during the upload.
+        `refusal`: message of an ERROR frame that arrived during the upload; None if there was
+        none.
         """
         answer: bytes | None = None
         while answer is None and refusal is None:
@@ -393,8 +396,8 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: called with each transport that has failed unexpectedly and has been
-        replaced by a different one."""
+        """`fell_back`: called with each transport that has failed unexpectedly, once a different
+        transport is used instead."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport

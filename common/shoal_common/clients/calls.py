@@ -1,4 +1,4 @@
-"""Code shared by the clients of both services: calls and response streams with deadlines, which
+"""Code shared by the clients of both services: calls and response streams that have deadlines and
 raise ShoalErrors."""
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Caller:
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the server. Returns why it cannot be reached; None if it can. Blocks for a
-        few seconds at most."""
+        """Tries to reach the server. Returns the reason why it cannot be reached; None if it can.
+        Blocks for a few seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:

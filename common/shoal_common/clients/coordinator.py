@@ -38,8 +38,8 @@ class CoordinatorClient:
         """Run to which all requests refer; None: the newest run."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Tries to reach the coordinator, to explain an UnavailableError. Returns why it cannot be
-        reached; None if it can."""
+        """Tries to reach the coordinator, in order to explain an UnavailableError. Returns the
+        reason why the coordinator cannot be reached; None if it can."""
         return self._caller.find_obstacle()
 
     # ----------------------------------------------------------------------------------------- jobs
@@ -58,10 +58,10 @@ class CoordinatorClient:
 
         Args:
             spec: specification of the job.
-            number: number of the only run that the caller accepts; 0: any.
+            number: number of the run that the caller wants to take part in; 0: any run.
             resume: True to continue a run that has failed or was stopped.
-            follow: True for the launchers' auxiliary job, which follows the runs of the main job;
-                `self.run` is then the run to follow.
+            follow: True to create or continue the launchers' auxiliary job, whose runs follow those
+                of the main job. In that case, `self.run` is the run of the main job.
             deadline: maximum duration of the call.
         """
         run = pb.RunId(number=number) if number else self.run

@@ -189,8 +189,8 @@ class ParameterServerClient:
     def initialize(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Sends the first values of partitions. For each partition, the first sender wins. Returns
-        one result per partition, in order."""
+        """Sends the first values of partitions. If several callers send values for a partition, the
+        first ones are kept. Returns one result per partition, in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
@@ -214,13 +214,20 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Pulls partitions, and returns their headers in the order of sending.
+        """Pulls partitions, and returns their headers in the order in which the server has sent
+        them.
 
-        `into`: returns the buffer for the payload of a partition, given its header; None discards
-        the payload. It is not called for `unchanged` partitions. Buffers must be writable,
-        C-contiguous and exactly `payload_bytes` long. After an error, buffers may contain
-        incomplete partitions; pull all of them again. `deadline`: None means 60 s more than the
-        request's wait_ms. Raises CorruptDataError for payloads that are truncated or damaged.
+        After an error, buffers may contain incomplete partitions; pull all of them again.
+
+        Args:
+            request: partitions to pull.
+            into: returns the buffer for the payload of a partition, given its header; None discards
+                the payload. It is not called for `unchanged` partitions. Buffers must be writable,
+                C-contiguous and exactly `payload_bytes` long.
+            deadline: maximum duration; None: 60 s more than the request's wait_ms.
+
+        Raises:
+            CorruptDataError: a payload is truncated or damaged.
         """
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
@@ -288,8 +295,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RestoreRowsResponse:
-        """Replaces a bucket of a sparse table by the contents of a file. `payload`: bytes of the
-        file, in pieces of at most 4 MiB."""
+        """Replaces the contents of a bucket of a sparse table with the contents of a file.
+        `payload`: bytes of the file, in pieces of at most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._in_progress(), self._caller.errors("RestoreRows"):
             answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(
@@ -424,8 +431,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """Chunks of an upload, and the error raised while they were produced, which gRPC itself does
-    not report."""
+    """Iterator over the chunks of an upload. Records in `failure` an error raised while the chunks
+    are produced, because gRPC does not report such an error."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

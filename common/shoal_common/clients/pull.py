@@ -1,4 +1,4 @@
-"""Assembles the chunks of a Pull in the caller's memory, and checks that every partition is
+"""Writes the chunks of a Pull into the caller's buffers, and checks that every partition is
 complete."""
 
 from __future__ import annotations

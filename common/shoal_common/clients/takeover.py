@@ -71,8 +71,8 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Returns the open clients. If there are none, lets the watch's thread exit; adding a
-        client starts a new one."""
+        """Returns the clients that are still open. If there are none, the watch's thread must exit;
+        `add` then starts a new thread."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]
             self._clients = weakref.WeakSet(clients)

@@ -175,9 +175,9 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
 
 
 def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
-    """Checks that a payload of `length` values in `pieces` pieces may have `size` bytes. A sparse
-    codec may keep any number of values. For POWERSGD, the exact size is known only after the ranks
-    have been read.
+    """Checks that `size` bytes is a possible size for a payload of `length` values, which consists
+    of `pieces` pieces. A sparse codec may keep any number of values. For POWERSGD, the exact size
+    is known only after the ranks have been read.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
@@ -201,8 +201,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
 
 
 def _kept(codec: int, size: int, length: int) -> int:
-    """Computes how many values a payload of `size` bytes contains. The caller must then verify the
-    size."""
+    """Computes from the size of a payload how many values it contains. The caller must then check
+    that a payload with this many values has exactly `size` bytes."""
     if codec == TOPK:
         return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
     return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == RANDOMK else 0
@@ -452,8 +452,8 @@ _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[
 
 
 def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
-    """Draws a start and a stride for RANDOMK over `length` values, so that for any k, each index is
-    equally likely to be among the first k."""
+    """Draws a start and a stride for RANDOMK over `length` values, such that for any k, each index
+    is equally likely to be among the k kept ones."""
     if length < 2:
         return 0, 1
     start = int(random.integers(length))

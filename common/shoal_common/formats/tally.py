@@ -28,7 +28,7 @@ LONG_GAP_NS: Final = 500_000_000
 """Minimum time in nanoseconds between two commits of one generation that ends a span, e.g. because
 of an evaluation or a lost parameter server."""
 MOST_SPANS: Final = 64
-"""Maximum number of ended spans in a tally; the newest are kept."""
+"""Maximum number of finished spans in a tally; the newest are kept."""
 
 _MAGIC: Final = b"shoaltal"
 _SPAN: Final = struct.Struct("<qqqqq")
@@ -159,12 +159,13 @@ class TallyWriter:
         self._known = 0
 
     def pushing(self, batch: int) -> None:
-        """Records that a push has started. `batch`: key of the batch; 0: no push is in progress."""
+        """Records that a push has started. `batch`: key of the pushed batch; 0: records that no
+        push is in progress."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """Records that a different worker had already pushed a batch, or a round of `steps` steps.
-        `batch`: key of the batch or round."""
+        """Records that the batch, or the round of `steps` steps, that this worker was about to push
+        had already been pushed by a different worker. `batch`: key of the batch or round."""
         self.pushing(0)
         _KNOWN.pack_into(
             self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples
@@ -206,7 +207,8 @@ class TallyWriter:
         self._memory[_STRATEGY_AT : _STRATEGY_AT + len(encoded)] = encoded
 
     def recount(self, counts: Counts) -> None:
-        """Updates the counts although no step was committed."""
+        """Replaces the counts without recording a commit, for counts that change between
+        commits."""
         span = self._span
         if span is None:
             return
@@ -222,8 +224,8 @@ class TallyWriter:
 
 
 def read_tally(path: Path) -> Tally | None:
-    """Reads a worker's tally from its file. Returns None if the file does not exist or records no
-    commits."""
+    """Reads a worker's tally from its file. Returns None if the file cannot be read, is not a
+    tally, or records no commits."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -81,8 +81,8 @@ class OptimizerDeclaration:
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Returns whether a piece of a tensor would contain an incomplete row although this
-        optimizer needs complete rows.
+        """Returns whether a piece of a tensor would start or end in the middle of a row although
+        this optimizer needs complete rows.
 
         `row`: number of elements per row. `offset`, `length`: position and size of the piece, in
         elements.

@@ -27,8 +27,8 @@ class _OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. Returns the loss if `closure`, which
-        recomputes it, is given.
+        """Updates all parameters that have a gradient. Returns the loss that `closure` recomputes;
+        None if no closure is given.
 
         Raises:
             ConfigurationError: a gradient is sparse.

@@ -111,9 +111,9 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Returns a rediss:// URL with `authority` added, which is used to verify the server's
-    certificate. Other URLs, and URLs that already name an authority, are returned unchanged.
-    `authority`: None: no authority is added."""
+    """Returns a rediss:// URL with the file `authority` added, whose certificates then verify the
+    server. Other URLs, and URLs that already name such a file, are returned unchanged. `authority`:
+    file of CA certificates; None: the URL is returned unchanged."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url

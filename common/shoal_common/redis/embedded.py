@@ -282,7 +282,8 @@ def _start(
     addresses: tuple[str, ...],
     password: str | None,
 ) -> _Child:
-    """Starts the server. If another process takes the chosen port first, tries another port."""
+    """Starts the server. If `port` is 0 and another process takes the chosen port first, tries a
+    different port."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)

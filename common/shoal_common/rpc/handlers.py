@@ -22,8 +22,8 @@ def with_behaviour(
     *,
     request_deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler:
-    """Returns a handler of the same kind that calls `behaviour` instead. Without
-    `request_deserializer`, requests are passed as bytes.
+    """Returns a handler of the same kind that calls `behaviour` instead. If `request_deserializer`
+    is None, `behaviour` receives requests as bytes.
 
     grpc.aio determines the kind by inspecting the function. A coroutine function returns one
     response, or writes a stream of them through the context. An async generator function yields a

@@ -73,7 +73,7 @@ class ServerMetrics:
         )
 
     def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
-        """Returns the metrics of one method. The caller must have verified that the method exists,
+        """Returns the metrics of one method. The caller must have checked that the method exists,
         because names sent by unauthenticated clients must not become label values."""
         labels = (
             _TYPES[bool(handler.request_streaming), bool(handler.response_streaming)],

@@ -41,8 +41,8 @@ class Obstacle:
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server. Returns why it cannot be reached; None if the server responds with
-    HTTP/2.
+    """Tries to reach the server. Returns the reason why it cannot be reached; None if the server
+    responds with HTTP/2.
 
     Blocks during the system's name lookup, and then for at most `timeout` per step.
     """
@@ -187,8 +187,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """Returns the first bytes of the server's response: at least a frame's header, or fewer bytes
-    if the server closes the connection."""
+    """Returns the first bytes of the server's response. They contain at least the header of a
+    frame, unless the server closes the connection before that."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

@@ -1,9 +1,9 @@
 """Wraps every handler of an RpcServer: counts calls, authenticates callers, and converts errors to
 statuses.
 
-A single interceptor does all this, and creates the wrapper of a method only once, because ten
-thousand sessions may open or close at the same time, and each layer costs time for each session and
-each message. Everything runs on the server's event loop.
+Ten thousand sessions may open or close at the same time, and each layer costs time for each session
+and each message. A single interceptor therefore does all this, and creates the wrapper of a method
+only once. Everything runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Returns the wrapped handler of a method.
+        """Wraps the handler of a method, and returns the wrapped handler.
 
         Requests are decoded only after the call is admitted. A single request is decoded here, so
         that a malformed request gets a meaningful status (grpc.aio itself would respond with

@@ -90,8 +90,9 @@ def from_error_message(data: bytes) -> ShoalError:
 def as_shoal_error(error: Exception, method: str) -> ShoalError:
     """Converts an error raised in `method` to a ShoalError for the caller.
 
-    An error that is neither a ShoalError nor a malformed request is a bug. It is logged with its
-    traceback; the caller receives only the method and the exception class.
+    Malformed messages and a lack of memory become the corresponding ShoalErrors. Any other
+    exception that is not a ShoalError is a bug. It is logged with its traceback; the caller
+    receives only the method and the exception class.
     """
     if isinstance(error, ShoalError):
         if isinstance(error, errors.InternalError):
@@ -178,7 +179,7 @@ def _class_of(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo) -> type[
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
-    """Returns the error class for a status that has a reason but no class."""
+    """Returns the error class for a status that contains a reason but does not name a class."""
     for kind in _CLASSES.values():
         if kind.code == code.name and kind.default_reason == reason:
             return kind

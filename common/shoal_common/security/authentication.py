@@ -40,7 +40,7 @@ class Role(StrEnum):
     VIEWER = "viewer"
     """Views jobs and metrics."""
     READER = "reader"
-    """Does what a viewer does, and reads a model's values from the servers."""
+    """May do everything that a viewer may do, and read a model's values from the servers."""
 
 
 ANY_ROLE: Final = frozenset(Role)
@@ -88,7 +88,8 @@ class TokenTable:
     """Accepted tokens with their roles and jobs. Immutable, so threads may share it."""
 
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
-        """`roles`: token -> role, or `role@job`.
+        """`roles`: maps each token to its role, or to `role@job` if the token is valid only for one
+        job.
 
         Raises ConfigurationError for an unknown role, an invalid job, or a token that cannot be
         sent in an HTTP header.
@@ -295,8 +296,8 @@ def member_key_digest(key: str) -> str:
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
-    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key`. An
-    empty `known` accepts any key, since the member has none."""
+    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key`. If
+    `known` is empty, the member has no key, and any `key` is accepted."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
             f"the caller does not have the key of member {member_id!r}; a process may act only "

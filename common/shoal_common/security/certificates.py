@@ -231,8 +231,9 @@ class PairContexts:
     authority.
 
     The listener's key is derived from the secret. Anyone who knows the secret therefore knows the
-    listener's public key, and no one else can impersonate the listener. The caller proves within
-    the connection that it knows the secret, or another secret that it was given.
+    listener's public key, and no one else can impersonate the listener. The caller then sends the
+    secret, or a different secret that it has received, over the encrypted connection to
+    authenticate itself.
     """
 
     @staticmethod
@@ -276,8 +277,8 @@ class PairContexts:
 
     @staticmethod
     def caller() -> ssl.SSLContext:
-        """Returns the SSL context of a caller. After the handshake, and before it sends anything,
-        the caller must call `check`."""
+        """Returns the SSL context for the side that opens the connection. It does not verify the
+        listener: after the handshake, and before sending anything, the caller must call `check`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False

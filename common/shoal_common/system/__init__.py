@@ -1,2 +1,2 @@
-"""Services of this machine: memory allocation, child processes, temporary directories, stacks, and
-network addresses."""
+"""Access to this machine's operating system: memory allocation, child processes, temporary
+directories, stacks, and network addresses."""

@@ -50,10 +50,11 @@ class OwnAddress:
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Resolves the values of `--local-addr` and `--listen-addr`; None: the flag was not given.
+        """Resolves the values of `--local-addr` (`local`) and `--listen-addr` (`listen`); None
+        means that the flag was not given.
 
-        `towards`: host and port of the coordinator. The default is the local address of connections
-        to this host.
+        `towards`: host and port of the coordinator. By default, both addresses are the local
+        address of connections to the coordinator.
 
         Raises:
             ConfigurationError: this machine does not have such an address, or others cannot reach

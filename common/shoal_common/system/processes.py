@@ -38,8 +38,9 @@ def tied_to_parent(
     """Wraps `command` so that its process receives `death_signal` when the thread that starts it
     ends for any reason.
 
-    The wrapper execs the program, so its pid is the pid that Popen reports. It inherits file
-    descriptors according to `pass_fds`. Call this in the process that will start the command.
+    The wrapper execs the program, so the program has the pid that Popen reports, and inherits the
+    file descriptors in Popen's `pass_fds`. Call this function in the process that will start the
+    command.
     """
     return [
         sys.executable,

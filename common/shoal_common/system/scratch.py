@@ -9,10 +9,11 @@ owner closes the directory, it removes the directory itself and stops the keeper
 If the keeper was killed too (power failure, stopped container), the next process that creates a
 directory removes the directories of dead owners. A living owner holds locks on its directory and on
 a file in it; the kernel releases the locks no matter how the owner ends. The file gets its name
-only after it is locked, so a file that can be locked belongs to a dead owner. A directory without
-the file belongs to a dead owner if it can be locked after a minute (a living owner's file may be
-missing, since systems remove old files from /tmp). Only directories of this user are removed: those
-named shoal-* that contain the file, and those named shoal-scratch-* that do not.
+only after it is locked, so a file that can be locked belongs to a dead owner. The file may also be
+missing because the system has removed old files from /tmp. A directory without the file therefore
+belongs to a dead owner only if it has not changed for a minute and can itself be locked. Only
+directories of this user are removed: those named shoal-* that contain the file, and those named
+shoal-scratch-* that do not.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A process that calls `serve_stacks` opens a file in memory. When a real-time sig
 `faulthandler` writes the stacks of all threads to the file. This handler is C code, so it works
 even while a thread holds Python's lock. `read_stacks` opens the file through /proc, sends the
 signal, and waits until the handler has returned. Children that the process forks (data workers)
-inherit both. As with any signal, a system call in progress may return early; Python retries it (PEP
-475). Linux only.
+inherit the file and the handler. As with any signal, a system call in progress may return early;
+Python retries it (PEP 475). Linux only.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Rows:
         return tuple(self._state)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of a state tensor's part for one row: `(dim,)`, or `()` for one
-        number."""
+        """Returns the shape of the state that the optimizer keeps for one row under `name`:
+        `(dim,)`, or `()` for a single number."""
         return tuple(self._state[name].shape[1:])
 
     def values(self, ids: Ids) -> Values:
@@ -198,7 +198,7 @@ class Rows:
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
         """Computes the result of an update without changing any row.
 
-        `ids`: distinct ids. `gradients`: `[len(ids), dim]`. `step`: number of the step.
+        `ids`: distinct ids. `gradients`: `[len(ids), dim]`. `step`: step number, from 1.
         """
         return self._updated(ids, self._find(ids), gradients, step)
 

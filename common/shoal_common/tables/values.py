@@ -28,8 +28,8 @@ cache."""
 
 
 def mixed(words: _Words) -> _Words:
-    """Mixes 64-bit words as splitmix64 does: a permutation after which similar words are
-    uncorrelated."""
+    """Applies splitmix64's finalizer to 64-bit words: a permutation that maps similar words to
+    uncorrelated ones."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -10,8 +10,8 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Sums the gradients of each id, in the given order. Returns the distinct ids, ascending, and
-    their gradients `[n, dim]`."""
+    """Adds up the gradients that have the same id, in the given order. Returns the distinct ids,
+    ascending, and their gradients `[n, dim]`."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = (

@@ -200,8 +200,9 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection. If there are too many connections, closes this one or
-        the oldest ones. Must be called on the listening thread."""
+        """Starts a thread for a connection. If too many connections are open, closes the oldest
+        ones; if too many have a thread, closes this one instead. Must be called on the listening
+        thread."""
         with self._lock:
             too_many = len(self._served) >= _MOST_SERVED
             slow = list(self._served)[: max(0, len(self._served) + 1 - _MOST_OPEN)]

@@ -59,7 +59,8 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 def _value(value: object) -> str:
-    """Returns a value as text, quoted if its end would otherwise be ambiguous."""
+    """Returns a value as text. Puts it in quotes if it is empty or contains white space, quotes or
+    `=`, so that the end of the value is unambiguous."""
     text = str(value)
     if text and not any(character.isspace() or character in '"=' for character in text):
         return text

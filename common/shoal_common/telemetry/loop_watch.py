@@ -28,8 +28,8 @@ _AGAIN_S: Final = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """State of a loop at its last turn. Never modified, only replaced, because other threads read
-    it."""
+    """State of a loop as of the last tick of the watch's timer. Other threads read it, so it is
+    replaced instead of modified."""
 
     turned_at: float
     """Monotonic time in seconds."""
@@ -37,7 +37,8 @@ class _Seen:
     """Total time, in seconds, that the loop has been blocked."""
 
     def at(self, now: float, after_s: float) -> _Seen:
-        """Returns the state after a turn of the loop at `now`."""
+        """Returns the state after a tick at the time `now`. If the previous tick was more than
+        `after_s` seconds earlier, the time in between counts as blocked."""
         passed_s = now - self.turned_at
         return _Seen(
             turned_at=now, blocked_s=self.blocked_s + (passed_s if passed_s > after_s else 0.0)
@@ -85,7 +86,8 @@ class LoopWatch(Collector):
         self._thread.join()
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yields the blocked time, including the current blockage, if any."""
+        """Yields the total blocked time. If the loop is blocked at present, this includes the time
+        since it was last seen running."""
         now = time.monotonic()  # read before `_seen`, so that the counter never decreases
         seen = self._seen.at(now, self._after_s)
         yield CounterMetricFamily(

@@ -1,5 +1,5 @@
-"""Leases batches to members: applies a request to the working copies of a job's leases
-(batches.py)."""
+"""Rules about leased batches: checks a member's request and applies it to the working copies of the
+job's leases (batches.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Leased:
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     """Applies a member's request: acknowledges finished batches and leases more, first come, first
-    served. A request for zero batches returns the member's leases to the pool."""
+    served. A request for zero batches ends the member's leases, unless the member asks to keep them
+    (`event.keep`)."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     newest = max(epochs, default=0)

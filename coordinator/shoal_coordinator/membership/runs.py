@@ -2,9 +2,9 @@
 (docs/explanation/membership.md#runs).
 
 A run ends only when its script finishes, when it fails, or when it is stopped. Creating a job whose
-newest run has not ended means joining that run, so a run continues with the next processes that are
-started even if all its processes were killed. Creating a job whose newest run has ended starts the
-next run.
+newest run has not ended means joining that run. A run therefore continues when new processes are
+started, even if all its earlier processes were killed. Creating a job whose newest run has ended
+starts the next run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Runs = Draft | JobState
 
 @dataclass(frozen=True, kw_only=True)
 class RunGranted:
-    """Outcome of a RunWanted event: the caller takes part in this run."""
+    """Outcome of a RunWanted event: the run that the caller takes part in."""
 
     run: RunId
     begun: bool
@@ -67,8 +67,8 @@ class RunEnding:
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Decides which run the creator of an existing job takes part in: the newest run, which is
-    resumed if necessary, or the next run, which is then started."""
+    """Decides which run a CreateJob request refers to if the job already exists: the newest run,
+    which is resumed if necessary, or the next run, which is then started."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -90,12 +90,13 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError if the event's originator belongs to a run other than the newest.
-    Raises UnavailableError for a server that may belong to the newest run later.
+    """Raises PreconditionError if the process that sent the event belongs to a run other than the
+    newest. Raises UnavailableError for a parameter server whose run may become the newest again.
 
     If Redis has lost a run and one of its members returns, that run becomes the newest again,
-    provided that no member has trained in a later run. Until then a server of the lost run waits
-    for its members or, if no run continues, for the run that is started next.
+    provided that no member has trained in a later run. Until then, a server of the lost run waits
+    for the members of its run to return. If no run is in progress, it waits for the run that is
+    started next.
     """
     run, reported = event.run, event.event
     if is_current(draft, run):
@@ -186,8 +187,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether `run` may have been lost by Redis and is newer than all runs that are known
-    to have trained."""
+    """Returns whether `run` can become the newest run again: Redis may have lost it, and no member
+    is known to have trained in a later run."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -201,8 +202,8 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Returns whether the event comes from a member of a run lost by Redis, whose return makes that
-    run the newest again. Returns False for a member that will be refused."""
+    """Returns whether the event comes from a member that has worked in a run lost by Redis, so that
+    this run becomes the newest again. Returns False for a member that will be refused."""
     lost = event.last_generation - draft.number
     known = _goes_on(draft) and (
         event.identity.member_id in draft.members or event.identity.member_id in draft.departed
@@ -250,8 +251,8 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Returns the outcome for a run that has ended but still has members. Evicts members that have
-    been silent for longer than a lease."""
+    """Returns the outcome of a RunWanted event while a run that has ended still has members. Evicts
+    members that have been silent for longer than a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
         f"but {len(draft.members)} of its members have not left yet ({_members(draft)})"
@@ -327,7 +328,7 @@ def _granted(draft: Draft, *, begun: bool) -> RunGranted:
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
-    """Returns the error for a request that is possible only during a run, after the newest run has
+    """Returns the error for a caller that wants to take part in the newest run after it has
     ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "

@@ -1,5 +1,5 @@
 """Single entry point of the core: maps the state of a job and new events to the next state and the
-resulting actions."""
+actions that result."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def transition(
 ) -> Transition:
     """Applies events to the state, in order, and then forms a generation if one is due.
 
-    Also called without events, when a deadline has passed (`next_wake_ms`) or a member has adopted
-    a generation. Forms at most one generation, regardless of how many events require one. Never
-    raises an error because of an event's contents.
+    Also called without events, when a deadline has passed (`next_wake_ms`) or a member has started
+    to work in a generation. Forms at most one generation, regardless of how many events require
+    one. Never raises an error because of an event's contents.
 
     Args:
         state: state after the previous transition.
@@ -128,7 +128,7 @@ def transition(
         events: events since that transition.
         pulses: heartbeat states of members and servers.
         nonce: 32 hexadecimal digits, for the generation that may be formed.
-        policy: constants of the decisions.
+        policy: constants used in the decisions.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     continue_recovery(draft)

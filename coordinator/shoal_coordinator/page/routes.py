@@ -1,7 +1,7 @@
 """Paths of the status page on the coordinator's HTTP port.
 
     /              the page: one file without data about the cluster, so no token is needed
-    /api/jobs      all jobs that the caller's token covers
+    /api/jobs      all jobs for which the caller's token is valid
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: the job's newest events, or the events after EVENT
 
@@ -54,7 +54,8 @@ class StatusPage:
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """Path -> handler. All paths except PAGE reveal information about the cluster."""
+        """Path -> handler. All paths except PAGE reveal information about the cluster, and
+        therefore require a token."""
         return {
             PAGE: lambda request: self._page,
             "/api/jobs": self._all_jobs,

@@ -25,7 +25,7 @@ by rank."""
 
 
 def job_summary(job: ObservedJob) -> dict[str, Any]:
-    """Returns a job's values for the list of jobs."""
+    """Returns the values shown for a job in the list of jobs."""
     state = job.state
     return {
         "job_id": state.spec.job_id,
@@ -40,7 +40,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
 
 
 def job_values(job: ObservedJob) -> dict[str, Any]:
-    """Returns all of a job's values for its page, except its events and history."""
+    """Returns the values shown on a job's own page, except the job's events and history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
     members = [

@@ -1,10 +1,15 @@
 """Shell around the pure core: gRPC, clocks, and a loop per job that applies events, commits the
 result and announces it.
 
-`servicer` has the RPCs, which `methods` registers; `messages` converts protobuf. `jobs` has a
-`job_loop` for each job, with the `clock` and the job's open `sessions`. `member_sessions` and
-`server_sessions` implement the `streams` of members and servers, and `mailbox` has the messages
-that a stream has not sent yet. `discovery` lists targets for Prometheus.
+- `servicer`: the RPCs. `methods`: registers them on a gRPC server. `messages`: converts protobuf
+  messages.
+- `jobs`: all jobs. `job_loop`: the loop of one job. `clock`: the time that decisions use.
+- `member_sessions`, `server_sessions`: the RPCs for sessions; `streams` has the code that they
+  share.
+- `sessions`: the open sessions of one job. `mailbox`: the messages that have not yet been sent in a
+  session.
+- `discovery`: lists targets for Prometheus.
 
-The shell runs on one event loop. Only the HTTP pages are served on threads, from immutable states.
+The shell runs on one event loop. Only the HTTP pages are served on other threads, from immutable
+states.
 """

@@ -50,7 +50,7 @@ def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
 
 
 def _places(state: JobState) -> Iterator[tuple[str, Member]]:
-    """Yields the instance name and the member of each position.
+    """Yields the instance name and the member of each position (host and index on the host).
 
     If two members have the same position, because a process was replaced before its member was
     evicted, yields the newer member. Several launchers on one host, or members without a launcher,

@@ -242,8 +242,8 @@ class JobLoop:
         self._servers[server_id] = pulse
 
     def next_commit(self) -> asyncio.Event:
-        """Returns an asyncio event for followers of the job's event log. It is set when the next
-        events have been written, or when no more will be written."""
+        """Returns an asyncio event for callers that follow the job's event log. It is set once the
+        next entries have been written, or once no more entries will be written."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
@@ -295,8 +295,8 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for further arrivals for `_gather_s`, or until an event of a different kind is
-        queued."""
+        """Waits `_gather_s` for further members to join or to become ready, or until an event of a
+        different kind is queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()
@@ -480,7 +480,7 @@ def _may_lose(event: Event) -> bool:
 
 
 def _unwrapped(event: Event) -> Event:
-    """Returns the event itself, without its originator's run."""
+    """Returns the event that an OfRun event contains; returns any other event unchanged."""
     return event.event if isinstance(event, OfRun) else event
 
 

@@ -217,8 +217,8 @@ class Jobs:
             )
 
     def _fail(self, error: ShoalError) -> None:
-        """Stops serving after the loop of one job has failed. Its state in memory may be wrong, or
-        a newer coordinator may have taken over the job."""
+        """Stops this coordinator after the loop of one job has failed. The job's state in memory
+        may be wrong, or a newer coordinator may have taken over the job."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True

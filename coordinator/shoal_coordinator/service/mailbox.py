@@ -59,9 +59,9 @@ class Mailbox:
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """Counts a message that has been received on the stream and requires a decision. Returns
-        the callback for its outcome. Raises UnavailableError if too many messages have no outcome
-        yet."""
+        """Counts a received message that requires a decision. Returns the callback for the outcome
+        of this decision. Raises UnavailableError if too many messages are waiting for an
+        outcome."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
                 f"this session has reached the limit of {self._undecided} messages waiting for "

@@ -2,10 +2,10 @@
 
 If a stream closes although its member has not left, the member is probably lost: a killed process
 breaks its connection within milliseconds, and its peers wait in a collective until they are
-notified. membership/members/closed_streams.py decides. `reconnect_grace` makes this slower but
-tolerates networks that drop single connections: a member may reconnect within this time before a
-decision is made. Streams that close because the coordinator is shutting down have no consequence;
-the next coordinator gives every member a full lease.
+notified. membership/members/closed_streams.py decides. With the setting `reconnect_grace`, a member
+may reconnect within this time before a decision is made. Lost members are then detected later, but
+a network that drops single connections causes no losses. Streams that close because the coordinator
+is shutting down have no consequence; the next coordinator gives every member a full lease.
 
 Two tasks of the event loop serve a stream: one reads from it, and gRPC's own task sends messages
 from the mailbox.
@@ -249,8 +249,8 @@ class MemberSessions:
 
     @staticmethod
     def _locate(job: JobLoop, reader: str, message: pb.Heartbeat) -> None:
-        """Records the stacks of silent members, read by this member at the coordinator's
-        request."""
+        """Records the stacks of silent members that this member (`reader`) has read at the
+        coordinator's request."""
         stall = job.state.stall
         for member_id, script_line, stacks in parse_observed(message):
             pulse = job.pulses.members.get(member_id)

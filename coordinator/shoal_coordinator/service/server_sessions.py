@@ -1,5 +1,6 @@
 """Implements ServerSession: one stream per parameter server. The rules are the same as for members'
-sessions, except that a server that is lost keeps its place."""
+sessions, with one exception: a lost server remains registered and gets its tensors back when it
+returns, unless a backup has taken over."""
 
 from __future__ import annotations
 

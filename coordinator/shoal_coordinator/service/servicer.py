@@ -98,7 +98,7 @@ class CoordinatorServicer:
         )
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
-        """Returns all jobs that the caller's token covers, ordered by id."""
+        """Returns all jobs for which the caller's token is valid, ordered by id."""
         states = (state for state in self._jobs.states() if caller().may_touch(state.spec.job_id))
         return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in states])
 
@@ -265,8 +265,8 @@ class CoordinatorServicer:
 
     @contextmanager
     def _followed(self, job_id: str) -> Iterator[None]:
-        """Counts a caller that follows a job's events while the block runs. Raises LimitError if
-        the job has too many."""
+        """Counts a caller as a follower of a job's events while the block runs. Raises LimitError
+        if the job already has the maximum number of followers."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
                 f"job {job_id} already has {self._watchers[job_id]} callers following its events, "

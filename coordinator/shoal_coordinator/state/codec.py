@@ -1,12 +1,18 @@
 """Storage format of a job's state: one Redis hash per job, with JSON in its fields, so that a
 transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation` (the generation without its ranks), `ranks` (the
-full table of a generation, with its number), `change:NUMBER` (how each later table differs from the
-previous one), `layout`, `moves`, and one field per entry of the mappings: `member:ID`,
-`departed:ID`, `server:ID`, `loader:NAME`. The store adds its own fields (store.py). Dataclasses are
-written with their field names, so that later releases can add fields with defaults. `format` in the
-header is incremented whenever older releases could no longer read the state.
+Fields:
+
+- `header`: the small parts of the state.
+- `generation`: the newest generation without its ranks.
+- `ranks`: the full rank table of a generation, with the generation's number.
+- `change:NUMBER`: how each later rank table differs from the previous one.
+- `layout`, `moves`.
+- `member:ID`, `departed:ID`, `server:ID`, `loader:NAME`: one field per entry of a mapping.
+
+The store adds its own fields (store.py). Dataclasses are written with their field names, so that
+later releases can add fields with defaults. `format` in the header is incremented by every change
+that older releases could not read.
 
 All data that this module reads was written by it. A field that cannot be parsed raises a
 CorruptDataError that names the field.
@@ -100,7 +106,8 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """Returns the changes that write the complete state, as for a new job."""
+    """Returns `Changes` that mark every part of the state as changed, so that the complete state is
+    written, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -152,8 +159,8 @@ def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recov
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """Adds a field to `put`, the fields to set. If `value` is None, adds its name to `remove`, the
-    fields to delete."""
+    """Adds a field to `put`, the fields to be set. If `value` is None, adds the field's name to
+    `remove`, the fields to be deleted."""
     if value is None:
         remove.append(name)
     else:
@@ -223,13 +230,13 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """Returns the values of a rank that cannot be derived from the rest of the table."""
+    """Returns the values of a rank that cannot be derived from the rest of the rank table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Returns a layout with its tensors and partitions as plain lists, since there may be a hundred
-    thousand of them. A bucket has two additional numbers."""
+    """Returns a layout as JSON-compatible values. Tensors and partitions are plain lists, since
+    there may be a hundred thousand of them. The list of a bucket has two additional numbers."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],

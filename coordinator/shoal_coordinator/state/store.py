@@ -148,7 +148,7 @@ class JobStore:
         return self._claimed(answer)
 
     async def register(self, job_id: str) -> None:
-        """Adds a job that is about to be created to the list that `load_all` reads."""
+        """Adds a job that is about to be created to the set of jobs that `load_all` reads."""
         async with _redis_errors():
             await self._client.sadd(_JOBS, job_id)
 
@@ -161,7 +161,7 @@ class JobStore:
         return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
 
     async def forget(self, job_id: str) -> None:
-        """Removes a job that is no longer in Redis from the list that `load_all` reads."""
+        """Removes a job whose data Redis has deleted from the set of jobs that `load_all` reads."""
         async with _redis_errors():
             await self._client.srem(_JOBS, job_id)
 

@@ -133,8 +133,8 @@ class Clocks:
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
-        """Records that a member has read the values that it uses in the iteration after
-        `finished`."""
+        """Records that a member has read the values at the end of its iteration `finished`, which
+        it uses in the next iteration."""
         finished = min(finished, _LARGEST - 1)  # `_LARGEST` would mean that the member is resting
         self.report(member, finished)
         known = self._members[member]
@@ -149,9 +149,9 @@ class Clocks:
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """Records the arrival of a push under bsp. Returns the number of the iteration that the
-        push completes, in the server's numbering. `finished`: the same number, in the member's
-        numbering.
+        """Records the arrival of a push under bsp. `finished`: number of the iteration that the
+        push completes, as numbered by the member. Returns the number of this iteration on the
+        server.
 
         A push proves that the member has read its values. If the member had already finished the
         iteration on this server, the push counts for its next iteration.
@@ -165,8 +165,8 @@ class Clocks:
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """Returns the members that have not yet read the values that pushes of this bsp iteration
-        would change. Once the result is empty, the pushes are admitted."""
+        """Returns the members that have not yet read the values that a push of this bsp iteration
+        would change. Once the result is empty, the iteration's pushes are admitted."""
         if iteration <= self._opened:
             return []
         return sorted(
@@ -180,8 +180,8 @@ class Clocks:
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:
-        """Records that a different process of this server has admitted a bsp push of a member that
-        has reported."""
+        """Records that an earlier process of this server has admitted a push of the member under
+        bsp. The member must have reported before."""
         self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
@@ -192,7 +192,8 @@ class Clocks:
         )
 
     def has_reported(self, member: str) -> bool:
-        """Returns whether the member has reported. Its count can then be converted to a clock."""
+        """Returns whether the member has reported, so that its own iteration numbers can be
+        converted to clocks."""
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:

@@ -7,11 +7,12 @@ Membership changes do not interrupt asynchronous training, so a member need not 
 generation: a current member may continue in an older generation. Messages that were sent before
 their sender was evicted must not be accepted. The fence therefore refuses
 
-- members that are not in the newest generation known here, and
+- members that are not in the newest generation known to this server, and
 - for a member that was evicted and has returned, all generations up to the last one without it.
 
-A caller's generation may be newer than all generations known here. The fence then neither admits
-nor refuses the caller, since the coordinator has not announced this generation to the server yet.
+A caller's generation may be newer than all generations known to this server, because the
+coordinator has not announced it to the server yet. The fence then neither admits nor refuses the
+caller.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Effects of a new membership."""
+    """Effects of adopting the members of a generation."""
 
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
@@ -99,8 +100,8 @@ class Fence:
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Adds the members that another server has recorded as evicted. That server must not have
-        received a newer generation than this server."""
+        """Adds the members that the fence of another server has recorded as evicted. That server
+        must not know a newer generation than this server."""
         known = dict(others.evicted) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.evicted.keys():
             self.evicted[member] = max(self.evicted[member], known.pop(member))
@@ -112,8 +113,8 @@ class Fence:
         check_member_key(member, self.key_digests.get(member, ""), key)
 
     def check(self, member: str, generation: int) -> Verdict:
-        """Returns whether a caller is admitted or its generation is not known here yet. Raises
-        StaleGenerationError for a caller that will never be admitted again."""
+        """Returns whether a caller is admitted, or has a generation that this server does not know
+        yet. Raises StaleGenerationError if the caller will never be admitted in this generation."""
         if member in self.members:
             if generation <= (floor := self.evicted.get(member, -1)):
                 raise StaleGenerationError(

@@ -1,4 +1,4 @@
-"""The fence and the clocks of a running server, and the waits caused by them. fence.py and
+"""The fence and the clocks of a running server, and the waits that they require. fence.py and
 clocks.py make the decisions. Belongs to the event loop."""
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Membership:
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Adds the members that another server has recorded as evicted. Continues with the other
-        server's clocks unless `clocks` is None."""
+        """Adds the members that another server has recorded as evicted (`fence`), and continues
+        with that server's `clocks`. If `clocks` is None, keeps this server's own clocks."""
         self.fence.remember(fence)
         if clocks is not None:
             self.clocks = clocks

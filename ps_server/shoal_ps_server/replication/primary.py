@@ -3,9 +3,9 @@ it. Belongs to the event loop.
 
 A new backup first receives the current state, partition by partition between pushes, and all
 changes made while it is copied. Once the backup has confirmed that all this is on its disk, the
-journal delays the effect of each change until the backup has received it too, and the coordinator
-is notified that the backup is in sync. After that, only the coordinator can stop this delay, with a
-new epoch of the place, because it may have made the backup the primary.
+journal starts to delay the effect of each change until the backup has received the change too. The
+coordinator is notified that the backup is in sync. From then on, only the coordinator can stop this
+delay, with a new epoch of the place, because it may have made the backup the primary.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class _Stream:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """Queues a record whose effect has been called, or drops it if the record's partition will
-        be copied later. Implements `Follower.made`."""
+        """Implements `Follower.made`: queues a record of a change that has been applied. Drops the
+        record if its partition will be copied later, because the copy contains the change."""
         if record.kind == LAYOUT:
             # a leaving partition need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
@@ -96,7 +96,8 @@ class _Stream:
                 )
 
     def written(self, record: Record) -> int:
-        """Queues a record and returns its position. Implements `Follower.written`."""
+        """Implements `Follower.written`: queues a record, and returns its position in the
+        stream."""
         if record.kind != BACKUP:
             if self.confirmed == self.position:
                 self.moved_at = asyncio.get_running_loop().time()
@@ -121,7 +122,8 @@ class _Stream:
 
 
 class Backup:
-    """A primary's view of its backup."""
+    """A primary's view of its backup. Sends the backup the state and all changes, and keeps track
+    of whether the backup is in sync."""
 
     def __init__(
         self,
@@ -134,10 +136,19 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: returns the server's state except its partitions. `report`: reports to the
-        coordinator, given an epoch, whether the backup is in sync, and why if it is not. `noted`:
-        id in the journal's last backup record, which names the backup that must receive each change
-        before the change is applied; empty if there is none."""
+        """Prepares to serve a backup.
+
+        Args:
+            shard, moves: state of the server.
+            state: returns the server's state except its partitions.
+            report: reports to the coordinator: the epoch of the place, whether the backup is in
+                sync, and the reason if it is not.
+            metrics: metrics of the server.
+            noted: id in the journal's last backup record: the backup that had to confirm each
+                change before it was applied. Empty if there is none.
+            patience: time for the backup to confirm a change before the coordinator is asked to
+                drop it.
+        """
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -201,8 +212,9 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """Closes the stream to the backup, and fails the changes that are still waiting for it. If
-        the backup is in sync, the coordinator promotes it, and it does not need these changes."""
+        """Closes the stream to the backup, and fails the changes that are still waiting for its
+        confirmation. If the backup is in sync, the coordinator promotes it. It does not need these
+        changes, because their senders have not received a result."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
@@ -287,8 +299,8 @@ class Backup:
     # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
-        """Sends the current state to the backup. After that, the journal delays changes for the
-        backup."""
+        """Sends the current state to the backup. Once the backup has stored it, makes the journal
+        delay the effect of each change until the backup has confirmed the change."""
         assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
@@ -372,8 +384,8 @@ class Backup:
         return self._stream is stream and stream.failure is None
 
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
-        """Closes a stream with an error. If changes are waiting for the stream, asks the
-        coordinator to drop the backup, the first time only."""
+        """Closes a stream with an error. If changes are waiting for this stream's backup, asks the
+        coordinator to drop the backup; only the first call for a stream does so."""
         if stream.failure is None and self._held is stream:
             logger.warning(
                 "the backup stopped following; changes wait until it is dropped",

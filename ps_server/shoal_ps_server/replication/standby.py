@@ -1,8 +1,8 @@
 """A server in the role of a backup: follows its primary and does not serve workers. Belongs to the
 event loop.
 
-Until a primary has sent its complete state, a backup keeps its old state, because it may be
-promoted if the primary is lost.
+A backup keeps its old state until a primary has sent its complete state. Until then, the backup may
+have to continue with its old state, if it is promoted because the primary is lost.
 """
 
 from __future__ import annotations
@@ -94,9 +94,11 @@ class Standby:
         """Follows primaries until this server is promoted, and returns its state at that time.
         Returns None if `stop` is set or the job has ended.
 
-        Raises AnotherRunError; the coordinator's error if it refuses this server's registration;
-        CorruptDataError if this server is promoted with earlier state that it cannot read; and
-        InternalError if it is promoted although a change could not be applied.
+        Raises:
+            AnotherRunError: the run that this server's state belongs to has ended or is lost.
+            CorruptDataError: this server is promoted with earlier state that it cannot read.
+            InternalError: this server is promoted although a change could not be applied.
+            ShoalError: the coordinator refused this server's registration.
         """
         async with AsyncExitStack() as stack:
             watch = LoopWatch(f"parameter server {self._settings.server_id}", self._registry)
@@ -153,7 +155,7 @@ class Standby:
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Returns an empty `Known`; the facts about the job are in the primary's journal."""
+        """Returns an empty `Known`, because the primary reports this information."""
         return Known()
 
     def disconnected(self) -> None:
@@ -411,15 +413,16 @@ class _Stream:
         return self.batches is not None
 
     def make_records(self) -> None:
-        """Passes the changes received so far to the copy's journal."""
+        """Writes the changes received so far to the journal of the copy (`_Copy`), and applies
+        them."""
         assert self.copy is not None
         records, self.records, self.nbytes = self.records, [], 0
         for record, position in records:
             self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
-        """Confirms to the primary that all records up to `position` are on disk. `whole`: True if
-        the complete state is on disk too."""
+        """Confirms to the primary that all records up to `position` are on this server's disk.
+        `whole`: True if the complete state is on disk too."""
         self.position = max(self.position, position)
         self._whole |= whole
         self._changed.set()
@@ -553,8 +556,8 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Closes the journal and returns this server's state, for a promotion. Raises InternalError
-        if a change could not be applied."""
+        """Closes the journal and returns the copied state, with which this server continues as a
+        primary. Raises InternalError if a change could not be applied."""
         await self.close()
         if self._failure is not None:
             raise InternalError(

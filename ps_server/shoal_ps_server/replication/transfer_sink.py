@@ -1,9 +1,10 @@
 """Receiver's side of a move: writes another server's partitions to the journal, where they stay
 until a shard map assigns them to this server. Belongs to the event loop.
 
-A receiver without values of trained tensors takes over the giver's clocks, so that members keep
-their positions and do not wait for resting members. A receiver with trained tensors keeps its own
-clocks, since members report to it; a server with only frozen tensors does not receive reports.
+A receiver without values of trained tensors takes over the giver's clocks, so that members continue
+at the iteration that they have reached and do not wait for resting members. A receiver with trained
+tensors keeps its own clocks, since members report to it; a server with only frozen tensors does not
+receive reports.
 """
 
 from __future__ import annotations

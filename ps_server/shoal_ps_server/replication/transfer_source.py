@@ -90,8 +90,9 @@ class TransferSource:
         receiving process."""
 
     async def give(self, order: MoveOrder) -> str:
-        """Hands partitions over. Returns once the receiver has them and this server can no longer
-        change them on its own. Returns the incarnation of the receiving process.
+        """Hands partitions over to the receiver. Returns the incarnation of the receiving process,
+        once it has the partitions and this server's journal records that they are leaving. From
+        then on, only the coordinator decides which server has them.
 
         Raises NotTaken if the receiver did not receive the partitions, and a ShoalError if this
         server could not send them. In both cases the partitions are served again, unless an earlier
@@ -128,8 +129,9 @@ class TransferSource:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Unfreezes these partitions once their move is decided, whether they stay here or now
-        belong to the receiver."""
+        """Records how long partitions were frozen, and wakes the calls that are waiting for them.
+        Must be called when the partitions of a move have been unfrozen, or have been dropped
+        because they now belong to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()

@@ -1,5 +1,5 @@
-"""Implements Initialize and Push: converts a stream of parts to changes to the shard, and collects
-the results.
+"""Implements Initialize and Push: converts the chunks of an upload stream to changes to the shard,
+and collects the results.
 
 Belongs to the event loop. While a partition is written to the journal and applied, gRPC's own
 threads or the kernel already receive the next chunks. Flow control limits senders to the server's
@@ -28,7 +28,7 @@ from shoal_ps_server.shard.shard import Outcome
 from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
-"""Maximum silence of a client in an open stream."""
+"""Maximum time in an open stream until the next partition is complete."""
 
 
 class Intake:
@@ -135,8 +135,9 @@ class Intake:
                 self._waited(loop.time() - started)
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
-        """Admits a partition that has arrived completely, after checking again that its sender is
-        still a member. While it is written and applied, the next partition may arrive."""
+        """Admits a partition that has been received completely, after checking again that its
+        sender is still a member. The next partition may be received while this one is written and
+        applied."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize

@@ -28,9 +28,10 @@ class Layouts:
         fetch: FetchLayout,
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
-        """`adopt`: makes sure that the server has the partitions of a layout, then makes the layout
-        current with `becomes`, even if the request that caused this is cancelled before then.
-        Raises PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
+        """`fetch`: fetches the current layout from the coordinator. `adopt`: checks that the server
+        has the partitions of a fetched layout, and then makes the layout current by calling
+        `becomes`. It must complete even if the request that caused it is cancelled. It raises
+        PreconditionError / LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
         self._adopt = adopt
@@ -51,7 +52,7 @@ class Layouts:
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:
-        """Returns the layout of `epoch`, as named in a request. Raises PreconditionError /
+        """Returns the layout of `epoch`, the epoch named in a request. Raises PreconditionError /
         STALE_SHARD_MAP if the current layout has a different epoch, and the errors of `any`."""
         layout = self._current
         if layout is None or epoch > layout.epoch:
@@ -65,9 +66,9 @@ class Layouts:
         return layout
 
     async def at_least(self, epoch: int, afresh: bool = False) -> Layout:
-        """Returns the layout of `epoch` or a newer epoch. `afresh`: True to fetch the coordinator's
-        current layout. Raises UnavailableError / PLACE_UNKNOWN if the coordinator's layout is
-        older, and the errors of `any`."""
+        """Returns the layout of `epoch` or of a newer epoch. `afresh`: True to fetch the
+        coordinator's current layout in any case. Raises UnavailableError / PLACE_UNKNOWN if the
+        coordinator's layout is older than `epoch`, and the errors of `any`."""
         layout = self._current
         if layout is None or layout.epoch < epoch or afresh:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -80,8 +81,8 @@ class Layouts:
         return layout
 
     async def _newer_than(self, epoch: int) -> Layout:
-        """Fetches a layout that is newer than `epoch` from the coordinator. Concurrent requests
-        share one fetch."""
+        """Returns the current layout. Unless it is newer than `epoch`, first fetches the layout
+        from the coordinator. Concurrent requests share one fetch."""
         async with self._fetching:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()

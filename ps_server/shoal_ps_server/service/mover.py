@@ -88,8 +88,9 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Fetches the announced shard map, and removes partitions that were waiting for the
-        coordinator's decision. Retries until this succeeds or a newer decision arrives."""
+        """Fetches the shard map that contains the coordinator's latest decision about moves, and
+        ends the decided moves on this server. Retries until this succeeds or a newer decision
+        arrives."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided

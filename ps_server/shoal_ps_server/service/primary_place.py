@@ -2,7 +2,7 @@
 server must serve requests.
 
 A server that does not know its place does not serve requests, because a different server may have
-its place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
+the place by now. Other modules act on the place: `ParameterServer` serves, and `Standby` follows a
 primary. Belongs to the event loop.
 """
 
@@ -30,7 +30,8 @@ _PLACE_WAIT: Final = timedelta(seconds=5)
 
 
 class PrimaryPlace:
-    """The place of a primary, from its start until a different server replaces it."""
+    """The place of a server in the role of a primary, from the start of its process until the
+    coordinator makes it a backup."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class PrimaryPlace:
         layouts: Layouts,
         backup: Backup,
     ) -> None:
-        """`recovered`: state of the server, which `layouts` and `backup` use."""
+        """`recovered`: the server's state at its start. `has_journal`: True if the server has a
+        journal. `layouts`, `backup`: this object informs them of changes of the place."""
         self._job_id = job_id
         self._held_backup = recovered.backup
         self._has_journal = has_journal
@@ -108,8 +110,8 @@ class PrimaryPlace:
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
-        """Returns whether other servers have received all partitions of this server. The job can
-        then treat it as a new server."""
+        """Returns whether this server has handed all its partitions over to other servers. The
+        coordinator can then assign it a different place, like a new server."""
         leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         return leaving.issuperset(self._shard.partition_ids())
 
@@ -132,8 +134,8 @@ class PrimaryPlace:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns normally if this server must serve requests, possibly after waiting for the
-        coordinator. Otherwise raises UnavailableError / PLACE_UNKNOWN."""
+        """Returns normally if this server must serve requests; otherwise raises UnavailableError /
+        PLACE_UNKNOWN. If the coordinator has not assigned a place yet, waits for a short time."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

@@ -37,9 +37,16 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet`: waits until no changes are pending. `waited`: called with the duration in
-        seconds of each wait for slower members, even if it is zero. `answered`: called for each
-        partition with the number of value bytes sent, or None if the partition was unchanged."""
+        """Prepares a server for pulls.
+
+        Args:
+            shard, membership: state of the server.
+            quiet: waits until no changes are pending.
+            waited: called with the duration in seconds of each wait for slower members, even if it
+                is zero.
+            answered: called for each partition with the number of bytes of values sent, or None if
+                the partition was unchanged.
+        """
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -63,9 +70,9 @@ class Pulls:
     async def serve(
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Yields the header and the values of each partition; the values are None if they are
-        unchanged. They must be read before the next partition is requested. `key`: key presented by
-        the caller.
+        """Yields the header and the values of each partition; instead of values, yields None for an
+        unchanged partition. The values must be read before the next partition is requested. `key`:
+        key presented by the caller.
 
         Raises the errors documented for Pull in the .proto.
         """
@@ -109,8 +116,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Records which version a member has pulled: its next push will be based on it. Ignores a
-        member that has been evicted since it sent the pull."""
+        """Records the version that a member has pulled, because the member will compute its next
+        push from these values. Ignores a member that has been evicted since it sent the pull."""
         if (
             spec.bucket is None
             and pull.member_id
@@ -119,7 +126,8 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
-        """Under ssp and bsp, reports the member's progress and waits for slower members."""
+        """Reports the member's progress and, under ssp and bsp, waits for slower members. Under
+        bsp, then also waits until no changes are pending."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()

@@ -93,9 +93,11 @@ def check_job(job_id: str, expected: str) -> None:
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
     """Parses the header of a partition. Must be called before its payload is stored.
 
-    Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
-    InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
-    LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
+    Raises:
+        LimitError: PAYLOAD_TOO_LARGE.
+        UnknownResourceError: PARTITION_UNKNOWN.
+        InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
+            LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
     """
     if header.payload_bytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
@@ -240,8 +242,8 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
-    """Waits for the first message of a Follow stream and returns its contents. Raises an error if
-    the message does not arrive in time."""
+    """Waits for the first message of a Follow stream and returns its FollowBegin. Raises
+    InvalidRequestError if the message does not arrive in time or is of a different kind."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
             async for request in requests:

@@ -195,7 +195,7 @@ class ParameterServerServicer:
     async def initialize(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Implements Initialize."""
+        """Implements the Initialize RPC: stores the first values of partitions."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key()
         )
@@ -203,7 +203,7 @@ class ParameterServerServicer:
     async def push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Implements Push."""
+        """Implements the Push RPC: applies gradients to partitions."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key()
         )
@@ -211,7 +211,7 @@ class ParameterServerServicer:
     async def pull(
         self, request: pb.PullRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Implements Pull."""
+        """Implements the Pull RPC: streams the values of partitions."""
         with self._metrics.counting_refusals("Pull"):
             self._check_reader(request.member_id)
         async with aclosing(
@@ -224,7 +224,7 @@ class ParameterServerServicer:
     async def read_rows(
         self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Implements ReadRows."""
+        """Implements the ReadRows RPC: streams a complete bucket of a sparse table."""
         with self._metrics.counting_refusals("ReadRows"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -235,7 +235,7 @@ class ParameterServerServicer:
     async def restore_rows(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.RestoreRowsResponse:
-        """Implements RestoreRows."""
+        """Implements the RestoreRows RPC: replaces a bucket of a sparse table."""
         with self._metrics.counting_refusals("RestoreRows"):
             await self._check_place()
             return await self._whole_buckets.restore(messages, key=member_key())
@@ -243,7 +243,7 @@ class ParameterServerServicer:
     async def open_data(
         self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext
     ) -> pb.OpenDataResponse:
-        """Implements OpenData."""
+        """Implements the OpenData RPC: issues a ticket for the bulk channel."""
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
@@ -259,7 +259,8 @@ class ParameterServerServicer:
     async def follow(
         self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Implements Follow."""
+        """Implements the Follow RPC: sends this server's state and all further changes to its
+        backup."""
         with self._metrics.counting_refusals("Follow"):
             begin = await parse_begin(requests)
             check_job(begin.job_id, self._identity.job_id)
@@ -271,7 +272,7 @@ class ParameterServerServicer:
     async def take_partitions(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.TakePartitionsResponse:
-        """Implements TakePartitions."""
+        """Implements the TakePartitions RPC: receives partitions that another server hands over."""
         with self._metrics.counting_refusals("TakePartitions"):
             await self._check_place()
             await self._receiver.take(messages)
@@ -282,7 +283,7 @@ class ParameterServerServicer:
     async def configure_optimizer(
         self, request: pb.ConfigureOptimizerRequest, context: Any
     ) -> pb.ConfigureOptimizerResponse:
-        """Implements ConfigureOptimizer."""
+        """Implements the ConfigureOptimizer RPC: sets the job's optimizer and consistency model."""
         with self._metrics.counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -305,7 +306,7 @@ class ParameterServerServicer:
     async def set_hyperparameters(
         self, request: pb.SetHyperparametersRequest, context: Any
     ) -> pb.SetHyperparametersResponse:
-        """Implements SetHyperparameters."""
+        """Implements the SetHyperparameters RPC: applies a step of a hyperparameter schedule."""
         with self._metrics.counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -317,7 +318,8 @@ class ParameterServerServicer:
     async def advance_clock(
         self, request: pb.AdvanceClockRequest, context: Any
     ) -> pb.AdvanceClockResponse:
-        """Implements AdvanceClock."""
+        """Implements the AdvanceClock RPC: records that a member has finished an iteration, or has
+        read the values at its end."""
         with self._metrics.counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -353,14 +355,14 @@ class ParameterServerServicer:
             return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
-        """Implements Snapshot."""
+        """Implements the Snapshot RPC: writes a snapshot to disk."""
         with self._metrics.counting_refusals("Snapshot"):
             check_job(request.job_id, self._identity.job_id)
             written = await self._snapshots.write()
             return pb.SnapshotResponse(path=str(written.path), bytes=written.nbytes)
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
-        """Implements GetServer."""
+        """Implements the GetServer RPC: returns the state of this server and its partitions."""
         if (
             request.member_id
         ):  # a worker sent the request, and will continue from the state in the response
@@ -404,9 +406,9 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Raises UnavailableError while partitions are being moved, except under asp. The receiver
-        already has a copy of the clocks, and reports that arrive here before the shard map names
-        the receiver would be lost."""
+        """Raises UnavailableError while partitions of this server are being moved, except under
+        asp. The receiver of the partitions already has a copy of the clocks. A report that arrived
+        here now would therefore be lost once the receiver owns the partitions."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which already has a copy "
@@ -470,8 +472,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Sets the configuration at one point in the journal: pushes before it use the old
-        configuration, pushes after it the new one."""
+        """Changes the configuration at one point in the order of the journal: pushes before this
+        point use the old configuration, and pushes after it the new one."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -481,8 +483,8 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Completes a change even if its caller disconnects, since the next change depends on
-        it."""
+        """Completes a change even if its caller disconnects, because the next change depends on
+        this one."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

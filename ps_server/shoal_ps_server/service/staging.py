@@ -28,7 +28,10 @@ class Staging:
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
         """Waits until a member may use `nbytes` more memory. Returns a function that releases the
-        memory and may be called several times. A single partition always fits."""
+        memory; it may be called several times.
+
+        The limits never exclude a partition: the per-member limit does not apply while the member
+        uses no memory, and the total limit does not apply while no member does."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes

@@ -1,7 +1,7 @@
 """Assembles the chunks of upload streams into complete partitions, without applying them.
 
 A stream is refused at its first error. Partitions that were complete before the error have already
-been passed on.
+been passed on to the caller.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ continues it."""
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
-    """Decodes PushChunks and yields their parts. Raises InvalidRequestError / MESSAGE_MALFORMED and
-    LimitError / PAYLOAD_TOO_LARGE."""
+    """Decodes PushChunks, and yields them as parts. Raises InvalidRequestError / MESSAGE_MALFORMED
+    and LimitError / PAYLOAD_TOO_LARGE."""
     async for data in messages:
         header, payload = decode_push_chunk(data)
         if payload.nbytes > LARGEST_CHUNK_BYTES:

@@ -52,9 +52,9 @@ class Transfers:
     async def pull(
         self, request: pb.PullRequest, transport: Transport, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Serves one Pull. Yields the header and the values of each partition; the values are None
-        if they are unchanged. They must be read before the next partition is requested. `key`: key
-        presented by the caller.
+        """Serves one Pull. Yields the header and the values of each partition; instead of values,
+        yields None for an unchanged partition. The values must be read before the next partition is
+        requested. `key`: key presented by the caller.
 
         Raises the errors documented for Pull in the .proto.
         """

@@ -25,7 +25,8 @@ from shoal_ps_server.shard.payload import largest_of
 
 
 class BaseValues:
-    """Earlier values of a partition that future pushes will be based on."""
+    """Earlier values of a partition that are needed to compensate future pushes, because members
+    have pulled these values and may push gradients computed on them."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class BaseValues:
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:
-        """Keeps a copy of the values if `version` will be needed. Must be called before the values
-        change."""
+        """Keeps a copy of the values of `version`, the current version, if they will be needed
+        later. Must be called before the values change."""
         if version in self._needed():
             self.copies[version] = values.clone()
 

@@ -1,5 +1,5 @@
-"""Compresses values for pulls, with the codecs of shoal_common.formats.codecs that are suitable for
-values. Implemented in torch.
+"""Compresses values for pulls, with those codecs of shoal_common.formats.codecs that are suitable
+for values. Implemented with torch.
 
 Each value is rounded to the nearest representable value, so the result is deterministic: all
 readers of a version receive the same bytes, no matter which server responds. The server's own

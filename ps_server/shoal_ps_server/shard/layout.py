@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The rows of a sparse table whose ids belong to the same bucket."""
+    """One bucket of a sparse table: the rows whose ids hash to the same bucket number."""
 
     table: str
     """Name of the table."""
@@ -63,8 +63,8 @@ class PartitionSpec:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Index of each piece's first element in the values, followed by the end of the last
-        piece."""
+        """Index of each piece's first element in the partition's values. The last entry is the end
+        of the last piece."""
         return (0, *accumulate(piece.length for piece in self.pieces))
 
     @property

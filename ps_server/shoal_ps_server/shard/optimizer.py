@@ -131,9 +131,9 @@ class OptimizerSettings:
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
-        """Returns whether updates of tensors in the groups `places` are safe without a trial on a
-        copy: an update with a gradient of ordinary size is finite, and values do not grow on their
-        own."""
+        """Returns whether updates of tensors in the groups `places` can be applied without a trial
+        on a copy. With these hyperparameters, the update for a gradient of ordinary size is always
+        finite, and updates do not make the values grow quickly."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
             is_calm(values)
@@ -144,8 +144,8 @@ class OptimizerSettings:
 
     @cached_property
     def most_growth(self) -> float:
-        """Maximum growth, over all parameter groups, of a tensor's norm in one update, as a factor;
-        1 if updates only add."""
+        """Largest factor, over all parameter groups, by which one update may multiply the norm of a
+        tensor; 1 if an update only adds the gradient times the learning rate."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 
@@ -243,7 +243,7 @@ def optimizer_settings(
 
 
 def is_calm(values: Hyperparameters) -> bool:
-    """Returns whether, with these hyperparameters, an update with a gradient of ordinary size is
+    """Returns whether, with these hyperparameters, the update for a gradient of ordinary size is
     always finite."""
     return (
         all(value <= _CALM_HYPERPARAMETER for value in values.values())

@@ -60,7 +60,7 @@ class PartitionImage:
     """Number of the last restoration, as in `Partition.restoration`."""
 
     def settled(self) -> Settled:
-        """Returns a copy of the record of finished pushes."""
+        """Returns a copy of the record of settled pushes."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
@@ -85,8 +85,8 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Record of pushes that need no further action: they have been applied, or their batch shows
-    that their gradients had already been applied."""
+    """Record of the pushes that have been settled: each has been applied, or did not have to be,
+    because its batch had already been pushed."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> last sequence number. Each member numbers its pushes 1, 2, 3, ..."""
@@ -194,8 +194,8 @@ class Partition:
 
     def is_duplicate(self, push: UploadHeader) -> bool:
         """Returns whether a push must not be applied, because its member has already sent it, or
-        because its batch has already been pushed to this partition. Pending pushes count too. If
-        False, the push is the member's next one.
+        because its batch has already been pushed to this partition. Pending pushes count as well.
+        If the result is False, the push has the member's next sequence number.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -253,7 +253,8 @@ class Partition:
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """Unregisters the earliest pending push, because it has been applied or refused."""
+        """Stops counting `push`, the earliest pending push, as pending, because it has been applied
+        or refused. `applies`: as in `admit`."""
         if not refused:
             self.settled.settle(push, finished)
         self.on_their_way -= 1
@@ -276,7 +277,7 @@ class Partition:
                 `absent`. It is not kept.
             absent: positions of pieces without a gradient.
             optimizer: settings of the optimizer.
-            copies: provides memory for open readings to continue in.
+            copies: makes a copy of the old values, in which open readings continue.
             base: version whose values compensate the gradient, registered with `bases`; 0: no
                 compensation.
         """
@@ -294,8 +295,8 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Returns whether an update by a gradient with the largest magnitude `largest` may produce
-        infinite values, and must therefore first be tried on copies (`check_trial`)."""
+        """Returns whether an update may produce infinite values, and must therefore first be tried
+        on copies (`check_trial`). `largest`: largest magnitude in the gradient."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
@@ -311,8 +312,8 @@ class Partition:
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
         """Returns whether values may exceed `limit` after all pending updates and one further
-        update. Each update multiplies their norm by at most `growth`, or changes values of zero by
-        about 1."""
+        update. Each update multiplies the norm of the values by at most `growth`; values of zero
+        may change by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
@@ -347,8 +348,9 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Reserves memory for optimizer state that the push creates (if it is a piece's first
-        push), and for a copy of the values if delay compensation may need one.
+        """Checks that there is enough memory for optimizer state that the push creates (if it is a
+        piece's first push), and for a copy of the values if delay compensation may need one.
+        Allocates this memory and frees it again.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -395,8 +397,9 @@ class Partition:
         ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """Returns an image that shares the partition's tensors: later changes are visible in it.
-        Omits the copies for delay compensation. The partition must have values."""
+        """Returns an image that shares the partition's tensors, so that later changes of the
+        partition are visible in it. Omits the copies for delay compensation. The partition must
+        have values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,

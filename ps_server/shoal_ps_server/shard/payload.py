@@ -1,8 +1,8 @@
 """Converts the chunks of one upload to a validated tensor: checks its size, its checksum, and that
 all numbers are finite. Does not apply it.
 
-Rows of a sparse table are sent as their ids followed by their gradients; such a payload is
-validated as bytes.
+Rows of a sparse table are sent as their ids followed by their gradients. The tensor then contains
+the bytes of the payload (see `split_rows`).
 
 Each chunk is copied and checked when it arrives, while it is in the processor's cache. The message
 that contained it is then released, so that the next message can reuse its memory. A compressed
@@ -127,9 +127,9 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """Includes the next `nbytes`, which have just been written, in the checksum and, for plain
-        values, in `largest`. This is done here because the bytes are still in the processor's
-        cache."""
+        """Includes the next `nbytes`, which have just been written, in the checksum and, for
+        uncompressed values, in `largest`. This is done immediately, while the bytes are still in
+        the processor's cache."""
         end = self._received + nbytes
         if self._digest is not None:
             self._digest.update(self._bytes.data[self._received : end])
@@ -138,9 +138,9 @@ class Upload:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """Returns all received values, piece after piece. For rows, returns the payload
-        (`split_rows`). Each call returns the same tensor. Must not be called before the upload is
-        complete.
+        """Returns all received values, piece after piece. For rows of a table, returns the bytes of
+        the payload (`split_rows`). Each call returns the same tensor. Must not be called before the
+        upload is complete.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID,
         ROWS_INVALID, or GRADIENT_NOT_FINITE with the name of the tensor or the row.
@@ -224,8 +224,8 @@ def bound_of(values: torch.Tensor) -> float:
 
 
 def largest_of(values: torch.Tensor) -> float:
-    """Returns the largest magnitude; NaN if any value is NaN. It is 20 times as fast as
-    isfinite()."""
+    """Returns the largest magnitude; NaN if any value is NaN. Faster by a factor of 20 than
+    checking the values with isfinite()."""
     if not values.numel():
         return 0.0
     least, most = torch.aminmax(values)

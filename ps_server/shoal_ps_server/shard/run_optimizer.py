@@ -121,8 +121,8 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """Returns the pieces that would get new optimizer state in an update without the pieces
-        `absent`."""
+        """Returns the pieces that would get new optimizer state in an update that has no gradients
+        for the pieces at the positions `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
         return [
@@ -133,8 +133,8 @@ class PartitionOptimizer:
         ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Yields each state tensor as a tuple: name, index of its first element in the values,
-        number of values per state element, and the tensor."""
+        """Yields each state tensor as a tuple: its name, the index of the first element of the
+        values that it belongs to, the number of values per state element, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():

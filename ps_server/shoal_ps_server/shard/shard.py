@@ -1,8 +1,8 @@
 """Shard of a server: all its partitions, and the only functions that change a partition.
 
-A change is made in two steps. `admit_push` checks everything that can be checked, and determines
-the change's position in the order. Once the change is in the journal, `apply` makes it; if it
-cannot be written, `refuse` withdraws it. Admitted changes are applied in the order of their
+A change is made in two steps. `admit_push` makes all checks in advance, and determines the change's
+position in the order of changes. Once the change is in the journal, `apply` makes it; if it cannot
+be written to the journal, `refuse` withdraws it. Admitted changes are applied in the order of their
 admission. If one is refused, all later ones are refused too.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from another
@@ -229,14 +229,15 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Returns whether the sequence number of a push is used up, or will be once all pending
-        pushes are applied. Raises the errors of `check_open`."""
+        """Returns whether the sequence number of a push has been used, or will have been used once
+        all pending pushes are applied. Raises the errors of `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Returns whether an update must first be tried on copies, once all earlier changes are
-        applied. This is necessary if its result may be infinite, or while a restoration is pending,
-        which changes the partition's version. Raises the errors of `admit_push`."""
+        """Returns whether an update must first be tried on copies, once all earlier changes have
+        been applied. This is necessary if its result may be infinite. It is also necessary while a
+        restoration is pending, because a restoration changes the partition's version. Raises the
+        errors of `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -249,10 +250,13 @@ class Shard:
         number shows that it has already been admitted. If `needs_trial` returns True for the push,
         no change to the partition may be pending.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and the errors of
-        `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED, InvalidRequestError /
-        RESULT_NOT_FINITE, and the errors of `check_open` and `Upload.values`. If an error is
-        raised, this push is not admitted.
+        If an error is raised, this push is not admitted. In addition to the following errors,
+        raises the errors of `check_open`, `Partition.is_duplicate` and `Upload.values`.
+
+        Raises:
+            PreconditionError: OPTIMIZER_UNCONFIGURED.
+            LimitError: MEMORY_EXHAUSTED.
+            InvalidRequestError: RESULT_NOT_FINITE.
         """
         started = time.perf_counter()
         header = upload.header
@@ -320,7 +324,7 @@ class Shard:
         )
 
     def prepared(self, spec: PartitionSpec, image: RowsImage) -> Rows:
-        """Converts the image of a bucket to the rows of a `Restoration`. May be called on any
+        """Converts the image of a bucket to the rows of a `Restoration`. May be called from any
         thread. Raises the errors of `TableRows.prepared`."""
         return TableRows.empty(spec).prepared(image)
 
@@ -380,8 +384,8 @@ class Shard:
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Marks a push's sequence number as used. Called for a push whose batch a different push
-        has already delivered."""
+        """Marks the sequence number of a push as used. Called for a push that need not be applied,
+        because a different push of the same batch has already been applied."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
@@ -410,7 +414,8 @@ class Shard:
             partition.bases.note_pull(member_id, partition.version)
 
     def keep_bases_of(self, members: Container[str]) -> None:
-        """Drops the values kept for pushes of members that are not in `members`."""
+        """Drops the earlier values that are kept for delay compensation, except those for members
+        in `members`."""
         for partition in self._partitions.values():
             partition.bases.forget_all_but(members)
 

@@ -96,7 +96,8 @@ class TableRows(Partition):
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Reserves memory for new rows, like `Partition.reserve`."""
+        """Reserves memory for the rows that the push adds. Raises LimitError / MEMORY_EXHAUSTED if
+        there is not enough memory, or if the bucket would exceed its maximum size."""
         bucket = _bucket(self.spec)
         ids, _ = split_rows(gradient, bucket.dim)
         more = self.coming + self.rows.count_new(ids)
@@ -181,7 +182,7 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Returns whether a restoration must still be carried out. No change to the bucket may be
+        """Returns whether a restoration still has to be carried out. No change to the bucket may be
         pending.
 
         `restoration`: number of the RestoreRows request, or 0, as in RowsHeader.restoration.

@@ -1,4 +1,4 @@
-"""Path of every change to a server's state: it is checked, written to the journal, and applied.
+"""Makes every change to a server's state: checks it, writes it to the journal, and applies it.
 Belongs to the event loop.
 
 Without a data directory there is no journal, and changes are applied immediately.
@@ -95,12 +95,12 @@ class Changes:
             )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits `attempt`, which waits for changes. Whenever it takes longer than the limit for
-        pending changes, cancels it and starts it again or, if changes are waiting for a backup,
-        raises an error. The caller then requests the server's address from the coordinator, because
-        a different server may have taken this server's place without this server noticing.
+        """Awaits `attempt`, which waits for changes, and returns its result. If this takes longer
+        than the limit for pending changes, cancels the attempt and starts a new one.
 
-        Raises UnavailableError / CHANGE_PENDING.
+        If changes are waiting for a backup at that time, raises UnavailableError / CHANGE_PENDING
+        instead. The caller of the RPC then requests the server's address from the coordinator,
+        because a different server may have replaced this server without this server noticing.
         """
         limit_s = self._pending_limit.total_seconds()
         while True:
@@ -190,8 +190,9 @@ class Changes:
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once all earlier changes have been applied. Returns a future for its result,
-        which fails with UnavailableError / JOURNAL_FAILED."""
+        """Calls `look` once all earlier changes have been applied. Returns a future for its result;
+        the future fails with UnavailableError / JOURNAL_FAILED if an earlier change could not be
+        written."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
@@ -221,8 +222,9 @@ class Changes:
 
     @property
     def is_broken(self) -> bool:
-        """True if a change in the journal could not be applied. The state in memory may then lack
-        changes, so it must not be written anywhere."""
+        """True if changes are no longer applied, because a change in the journal could not be
+        applied or `give_up` was called. The state in memory may then lack changes, so it must not
+        be written to a snapshot."""
         return self._journal is not None and self._journal.is_broken
 
     @property
@@ -236,8 +238,8 @@ class Changes:
             await self._journal.close()
 
     def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
-        """Returns the pending changes that must complete before an update can be tried on
-        copies."""
+        """Returns the pending changes that must be complete before the update of `upload` can be
+        tried on copies."""
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 

@@ -187,8 +187,9 @@ class Journal:
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
         """Starts the next file. Calls `effect` with the new file's number, after the effects of all
-        records in earlier files and before the effects of its own records. Returns a future that
-        fails with UnavailableError / JOURNAL_FAILED."""
+        records in earlier files and before the effects of its own records. Returns a future for the
+        result of `effect`; it fails with UnavailableError / JOURNAL_FAILED if the file cannot be
+        started."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -200,17 +201,18 @@ class Journal:
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """Sets the follower, in place of an earlier follower. It receives each record after the
-        record's effect. May be called by an effect."""
+        """Sets the follower, in place of an earlier one. The follower receives each record after
+        the record's effect has been called. May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
-        """Makes effects wait for the follower. From now on it receives each record before the
-        record's effect is called, and the effect waits for `confirm`. May be called by an effect.
+        """Makes effects wait for the follower. From now on, the follower receives each record
+        before the record's effect is called, and the effect waits until `confirm` confirms the
+        record. May be called by an effect.
 
         `position`: position of the last record that the follower has received. `confirmed`:
-        last position that it has confirmed.
+        position of the last record that it has confirmed.
         """
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
@@ -402,8 +404,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Writes a batch. Returns the error if the write failed. After an error, the journal
-        continues with the next batch."""
+        """Writes a batch to disk. Returns the error if the write failed. After an error, the caller
+        can continue with the next batch."""
         try:
             if self._broken:
                 self._begin(self._number + 1)

@@ -22,7 +22,7 @@ from shoal_ps_server.shard.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """Partitions that another server has received, or may have received."""
+    """Partitions of this server that another server has received, or may have received."""
 
     move: int
     """Move number, as assigned by the coordinator: 1, 2, 3, ... in a job."""
@@ -145,8 +145,8 @@ class Moves:
             )
 
     def changes_with(self, layout: Layout) -> bool:
-        """Returns whether this server gains or loses partitions with values when it adopts
-        `layout`."""
+        """Returns whether this server loses partitions, or gains partitions with values, when it
+        adopts `layout`."""
         arriving, gone = self._changed_by(layout)
         return bool(gone) or (self.taken is not None and not arriving.isdisjoint(self.taken.images))
 

@@ -107,8 +107,9 @@ def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
 
 
 def backup_record(server_id: str) -> Record:
-    """Returns the record that names the backup that must receive each change from now on.
-    `server_id`: id of the backup; empty if there is none."""
+    """Returns a record that names a backup. Each change after this record must be confirmed by this
+    backup before it is applied. `server_id`: id of the backup; empty if changes do not wait for a
+    backup."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
@@ -154,8 +155,8 @@ def settled_record(move: int) -> Record:
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Yields records of the partitions received so far from other servers, to be sent to a new
-    follower. The payloads are copies."""
+    """Yields records of the partitions that other servers have handed over so far, to be sent to a
+    new follower. The payloads are copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():
@@ -263,9 +264,9 @@ class Replay:
     def __init__(
         self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
     ) -> None:
-        """`image`: state of the server before the records. Its tensors become the shard's own. None
-        if the server was empty. `records`: returns the records to be replayed that are known in
-        advance."""
+        """`image`: state of the server before the records, whose tensors become the shard's own;
+        None if the server was empty. `records`: returns the records that will be replayed, so that
+        they can be searched in advance; by default, none are known."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
         """Partitions of the layout that the journal has already been searched for."""
@@ -356,8 +357,7 @@ class Replay:
 
     def _look_ahead(self) -> None:
         """Searches the journal for compensated pushes, and registers the values that they need.
-        This is done once compensation is configured, and again for partitions that are added
-        later."""
+        Called once compensation is configured, and again when partitions are added later."""
         compensates = (
             self.configuration is not None and self.configuration.optimizer.delay_compensation
         )
@@ -396,8 +396,8 @@ class Replay:
             self._clocks.report(member_id, clock, place=place)
 
     def _let_in(self, push: UploadHeader) -> None:
-        """Counts the iteration before a push as finished. The push's own iteration may be
-        incomplete."""
+        """Records that the member has finished the iteration before the one that a push belongs to.
+        Further pushes of the push's own iteration may follow."""
         self._finished(push.member_id, max(0, push.clock - 1))
         if (
             self.configuration is not None

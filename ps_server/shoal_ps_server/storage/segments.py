@@ -212,7 +212,7 @@ class Segments:
 
     def _opening(self, number: int) -> Record | None:
         """Returns the validated first record of a file. Returns None if it is incomplete or belongs
-        to a file with a different number."""
+        to a file with a different number. Raises the errors of `records`."""
         found: Found | None = next(read_all(self._data(number), self.journal_id, number), None)
         if found is None or found.record.kind != OPENING:
             return None

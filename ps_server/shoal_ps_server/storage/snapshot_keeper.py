@@ -164,8 +164,8 @@ class SnapshotKeeper:
         await self.write()
 
     async def idle(self) -> None:
-        """Waits until no thread of this keeper uses the directory. No snapshot may be requested
-        during the wait."""
+        """Waits until no thread of this keeper uses the data directory. No snapshot may be
+        requested during the wait."""
         threads: list[asyncio.Future[Any]] = [
             each for each in (self._on_disk, self._forgetting) if each is not None
         ]
@@ -243,6 +243,6 @@ class _Begun:
 
 
 def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """Returns a value that differs from an earlier result if any value of the server has changed
-    since."""
+    """Returns a value for comparison with an earlier result. The two differ if any value of the
+    server has changed in between."""
     return versions, state.configuration, state.layout.epoch

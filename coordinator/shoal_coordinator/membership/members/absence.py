@@ -46,7 +46,8 @@ def heard_of(draft: Draft) -> Heard:
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
-    """Evicts members whose lease has expired if another member is waiting for them."""
+    """Evicts members whose lease has expired, except members that may still be training and that no
+    other member is known to need."""
     if not events:
         return
     heard = heard_of(draft)
@@ -65,8 +66,8 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """Evicts absent members before a generation that must be formed immediately, because absent
-    members would not receive it."""
+    """Evicts absent members, because they would not receive a new generation. Called when a
+    generation must be formed immediately."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name
@@ -102,8 +103,8 @@ def lose_absent(draft: Draft) -> None:
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """Returns a ranked member that would not receive a new generation and would therefore keep its
-    peers from reaching a step boundary; None if there is none."""
+    """Returns a ranked member that is absent; None if there is none. An absent member would not
+    receive a new generation, and would therefore keep its peers from reaching a step boundary."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if (
@@ -125,8 +126,9 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
 
 
 def _why_evicted(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
-    """Returns the reason for evicting a silent member; None if no member is known to be waiting for
-    it."""
+    """Returns the reason for evicting a silent member; None if it should not be evicted yet. It is
+    evicted if other members need it, and in any case if it has closed its stream or has been silent
+    for too long."""
     longest_ms = (
         draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
     )

@@ -29,8 +29,8 @@ def stream_broken(draft: Draft, event: StreamBroken) -> None:
 
 
 def streams_due(draft: Draft) -> None:
-    """Evicts members whose streams broke, unless they have reconnected or most other streams broke
-    too."""
+    """Evicts members whose streams have broken, unless they have reconnected, or so many other
+    streams have broken that the network is the likely cause."""
     broken = {
         member_id: ms
         for member_id, ms in draft.broken_streams.items()
@@ -56,8 +56,8 @@ def streams_due(draft: Draft) -> None:
 
 
 def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
-    """Returns the members whose streams broke while their peers' collectives failed. Returns none
-    unless one of the reporting peers is still connected."""
+    """Returns the members whose streams broke while their peers' collectives failed. The result is
+    empty unless one of the peers that reported a failure is still connected."""
     if (
         draft.incident is None
         or draft.generation is None

@@ -1,5 +1,5 @@
-"""Handles failed collectives: waits briefly for a reported death that explains the failure, and
-acts if there is none."""
+"""Handles failed collectives: waits briefly for the report of a death that explains the failure,
+and acts if there is none."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
 
 def _has_ended(draft: Draft) -> bool:
-    """Returns whether members have left after the last step. No generation will then follow. An
-    incident is then irrelevant, although it may be due in the same transition."""
+    """Returns whether the job has ended, or members have left after its last step. In both cases no
+    further generation is formed, so a failed collective needs no decision."""
     return draft.phase is JobPhase.FINISHED or draft.departing
 
 
@@ -113,9 +113,9 @@ def incident_due(draft: Draft) -> None:
     members that cannot reach each other, and forms a new generation.
 
     A member that its peers were waiting for when they timed out is evicted once it has made no
-    progress for stall_timeout_ms; the incident stays open until then. It also stays open for
-    members that are only waiting themselves: when the first reporter's group is aborted, their
-    groups are aborted too, and they report within Policy.timeout_settle_ms.
+    progress for stall_timeout_ms; the incident stays open until then, and for at least
+    Policy.timeout_settle_ms. Members that are themselves only waiting need this time to report,
+    because their groups are aborted only after the group of the first reporter.
     """
     incident = draft.incident
     if incident is None or draft.broken or _has_ended(draft) or draft.now.ms < incident.due_ms:
@@ -318,9 +318,9 @@ def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Mem
 
 
 def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
-    """Returns the ids of the members with the suspected ranks; none if the report is about an older
-    generation, because ranks identify members only within a generation and older rank tables are
-    not kept."""
+    """Returns the ids of the members with the suspected ranks. The result is empty if the report is
+    about an older generation: ranks identify members only within a generation, and older rank
+    tables are not kept."""
     generation = draft.generation
     if generation is None or event.generation != generation.number:
         return frozenset()

@@ -191,9 +191,9 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Records for each draining member excluded by the new generation which generation was its
-    last. If the other members are interrupted, the draining member cannot reach a step boundary and
-    is asked to leave now."""
+    """Records, for each draining member that the new generation excludes, the last generation that
+    the member was in. If the generation interrupts the other members, the draining member cannot
+    reach a step boundary, and is asked to leave now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):

@@ -116,9 +116,12 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """Returns whether the newest generation may be replaced: once all or (for a BORDER generation)
-    none of its members have adopted it, or after Policy.boundary_patience_ms. If it is replaced
-    while only some have adopted it, these wait in vain for the members that skip it."""
+    """Returns whether the newest generation may be replaced now. This is allowed once all of its
+    members work in it, or after Policy.boundary_patience_ms. A BORDER generation may also be
+    replaced while no member works in it yet.
+
+    If a generation is replaced while only some members work in it, these members wait in vain for
+    the members that skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -157,8 +160,8 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _notify_unplaced(draft: Draft) -> None:
-    """Tells members that have just begun to wait why they are waiting. If the reason has changed,
-    tells all ready members."""
+    """Tells members that have just begun to wait for a rank why they are waiting. If the reason has
+    changed, tells all ready members."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,
@@ -226,8 +229,8 @@ def _who_is_missing(draft: Draft) -> str:
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
-    """Returns how many ready members fit into a generation in addition to the members with a rank
-    and `beside` other members; 0 if the job is stopping."""
+    """Returns how many ready members fit into a generation that also contains the members with a
+    rank and `beside` other members; 0 if the job is stopping."""
     if draft.phase is JobPhase.STOPPING:
         return 0
     return min(

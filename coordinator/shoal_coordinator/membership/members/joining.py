@@ -35,13 +35,14 @@ class Joined:
     """Value of shoal.v1.Welcome.joining: True if the member joins a job that already has a
     generation."""
     resumed: bool
-    """True if the process was already a member and keeps its place."""
+    """True if the process was already a member, and therefore keeps its rank or its position among
+    the waiting members."""
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
-    """Admits the member that has opened a session. Raises an error if its id belongs to a former
-    member or a different process, if its machine is refused, or if the job accepts no more
-    members."""
+    """Admits the process that has opened a session, as a new or a returning member. Raises an error
+    if its id belongs to a former member or a different process, if its machine is refused, or if
+    the job accepts no more members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(

@@ -68,8 +68,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
     """Removes a member that leaves. Interrupts the other members, like a loss, unless a generation
     without the member has already been written.
 
-    The first member with a rank that finishes ends the run for all members. If a member was asked
-    to leave, only that member leaves, for any reported reason.
+    The first member with a rank that finishes ends the run for all members. A member that was asked
+    to leave (phase DRAINING) does not end the run, even if it reports that it has finished.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
@@ -239,7 +239,8 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def drain_refused(draft: Draft) -> None:
-    """Drains the members on machines that were refused during this transition."""
+    """Drains the members on machines that the job no longer accepts. Does nothing unless the
+    condition of a machine has changed in this transition."""
     if not draft.machines_changed or draft.phase not in (JobPhase.WAITING, JobPhase.RUNNING):
         return
     for member in list(draft.members.values()):
@@ -253,8 +254,10 @@ def drain_refused(draft: Draft) -> None:
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
     """Asks all members to leave at their next step boundary. Ignores a repeated request, and a
-    request for a job that has finished. Ignores a launcher's report of a plain script's outcome if
-    the run has or had members."""
+    request for a job that has finished.
+
+    A launcher that runs a plain script, which does not join the job, requests a stop to report the
+    script's outcome. Such a request is ignored if the run has or had members."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
         event.ending is not JobEnding.STOPPED and not draft.is_untouched
     ):
@@ -314,9 +317,9 @@ def _notify_awaiting(
     """Stops members that would wait in vain because `left` has left before it adopted the newest
     generation. At the step boundary where it left, all members would have adopted that generation.
 
-    The affected members are members waiting in their first generation, members that have not
-    adopted the generation that was to follow a failure, and members that were quarantined from the
-    generation of `left` and were to return in the newest one.
+    Three kinds of members would wait in vain: members waiting in their first generation, members
+    that have not adopted the generation formed after a failure, and members that were quarantined
+    from the generation of `left` and would have returned in the newest one.
     """
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
@@ -387,8 +390,8 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Readmits quarantined members that can reach their peers again, from the next step boundary
-    on."""
+    """Makes quarantined members READY again once they can reach their peers, so that they can get a
+    rank at the next step boundary."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:

@@ -69,7 +69,7 @@ def check_machine(draft: Draft, host: str) -> None:
 
 
 def member_gone(draft: Draft, host: str) -> None:
-    """Removes the record of a machine that is being withdrawn, once no member is left on it."""
+    """Removes the record of a machine whose condition is LEAVING, once no member is left on it."""
     machine = draft.machines.get(host)
     if (
         machine is not None
@@ -84,7 +84,7 @@ def member_died(draft: Draft, member: Member, event: MemberLost) -> None:
     there while members on other machines survive.
 
     A machine is excluded only if the job can continue without it. A death shortly after another one
-    on the same machine probably has the same cause and does not count.
+    on the same machine is not counted, because it probably has the same cause.
     """
     host, policy = member.identity.host, draft.policy
     if draft.phase not in _GOES_ON or member.phase is MemberPhase.DRAINING:

@@ -1,9 +1,11 @@
-"""Readmits members of generations that Redis has lost, whether it has lost its latest writes or all
-of its data. The members continue in the newest generation that any of them reports. It is still
-valid, because only one list of members was ever announced under its number and nonce; only the
-coordinator's record is lost. New generations therefore get higher numbers, and a returning member
-is assumed to hold state whether or not it is on record. Once all members have returned, one
-generation is written for them.
+"""Readmits members of generations that Redis has lost, whether Redis has lost its latest writes or
+all of its data.
+
+The members continue in the newest generation that any of them reports. Only the coordinator's
+record of this generation is lost. The generation itself is still valid, because only one list of
+members was ever announced under its number and nonce. New generations therefore get higher numbers,
+and a returning member is assumed to hold state whether or not it is on record. Once all members
+have returned, one generation is written for them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shoal_coordinator.membership.model.state import Member, MemberPhase, Recove
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
     """Returns whether the member worked in a generation that Redis has lost. If so, makes sure that
-    new generations get higher numbers."""
+    new generations get numbers above it."""
     reported, recovery = event.last_generation, draft.recovery
     if reported <= draft.number:
         return recovery is not None and reported > recovery.known
@@ -47,7 +49,7 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that was in progress when the coordinator was restarted: members get
+    """Continues a recovery that was in progress when the coordinator was restarted. Members get
     another lease duration to return."""
     recovery = draft.recovery
     if recovery is not None and recovery.until_ms == Recovery.FOUND:
@@ -77,7 +79,8 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Returns whether members have yet to return. Until then, no generation may be formed."""
+    """Returns whether the job is still waiting for members of lost generations to return. Until
+    then, no generation may be formed."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 

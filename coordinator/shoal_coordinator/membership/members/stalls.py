@@ -150,7 +150,8 @@ def _evict_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Returns an explanation of the stalled step; empty if no step is stalled."""
+    """Returns an explanation of the stalled step, or of hung members while no step is stalled;
+    empty if there is neither. `reach`: text about members that cannot reach each other."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:
@@ -305,8 +306,10 @@ def _notify(
     reach: str = "",
     silent: Sequence[SilentMember] = (),
 ) -> None:
-    """Writes an explanation to the log and to the event log, and sends it to all members of the
-    generation."""
+    """Announces why a step is stalled, in the log and to all members of the generation; at the
+    beginning of a stall also in the event log. Repeats an explanation only after
+    Policy.explain_again_ms, unless it contains news. An empty `text` means that no step is stalled
+    any more."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None

@@ -7,7 +7,8 @@ slowest. The slowest rank is the one that waits least: its time outside of waits
 behind it. That rank is identified as the endpoint of most of the permanently busy connections
 (Progress.busy_link).
 
-If a step has fewer micro-batches than ranks, some ranks have no work. Then no rank is called slow.
+If a step has fewer micro-batches than ranks, some ranks have no work, and no rank is reported as
+slow.
 
 Members that lease their batches (async_sgd) get batches in proportion to their speed, so a slow one
 is a straggler only if the others wait for it.
@@ -168,8 +169,10 @@ def _waiting_share(reports: list[Report]) -> float:
 
 
 def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:
-    """Returns the members behind a permanently busy connection, with a human-readable description.
-    Applies only if all ranks wait. Returns no members if the connection cannot be identified."""
+    """Identifies the permanently busy connection that slows down a generation in which all ranks
+    are waiting. Returns the members at its slow end (if there are only two ranks, both members),
+    and a human-readable description. If the connection cannot be identified, the list and the
+    description are empty."""
     links = [
         (one.rank, *one.progress.busy_link) for one in reports if one.progress.busy_link is not None
     ]

@@ -26,7 +26,8 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Leases of the batches of one epoch of a loader."""
+    """State of the batches in one epoch of a loader: which of them are leased, and to which
+    members."""
 
     batches: int
     """Number of batches, numbered from 0."""
@@ -97,7 +98,8 @@ class Ledger:
         return sum(batch not in done for batch in self._leased.get(member_id, ()))
 
     def keeps_pace(self, member_id: str, batch_ms: int) -> None:
-        """Records the time that a member needs per batch; 0 means unknown."""
+        """Records the time that a member needs per batch, which determines its share; 0 means
+        unknown."""
         if batch_ms:
             self._forget_pace(member_id)
             self._batch_ms[member_id] = batch_ms
@@ -142,8 +144,8 @@ class Ledger:
             self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
-        """Revokes a member's leases of `batches` (None: all of its leases), so that these batches
-        can be leased again. Returns the number of revoked leases."""
+        """Ends a member's leases of `batches` (None: all of its leases), so that these batches can
+        be leased again. Returns the number of leases that were ended."""
         held = self._leased.pop(member_id, ())
         asked = set(held if batches is None else batches)
         if left := tuple(batch for batch in held if batch not in asked):
@@ -155,8 +157,8 @@ class Ledger:
         return len(batches)
 
     def give_back(self, member_id: str) -> int:
-        """Revokes all leases of a lost member, so that its batches can be leased again, and forgets
-        its requests. Returns the number of revoked leases."""
+        """Ends all leases of a lost member, so that its batches can be leased again, and deletes
+        the record of its requests. Returns the number of leases that were ended."""
         self._answers.pop(member_id, None)
         self._forget_pace(member_id)
         self.changed = True
@@ -191,8 +193,8 @@ _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
 def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
-    """Returns the key of an epoch's batch 0: a positive 64-bit number, with room above it for the
-    keys of all other batches. Each run of a job gets different keys, even for the same epoch.
+    """Returns the key of an epoch's batch 0: a positive 64-bit number, small enough for the keys of
+    all other batches to follow it. Each run of a job gets different keys, even for the same epoch.
     Servers that continue with the values of the previous run would otherwise mistake new batches
     for batches that they have already received."""
     digest = hashlib.blake2b(

@@ -56,8 +56,8 @@ _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """Parts of the state that must be written: the keys of changed mappings, and flags for the
-    rest."""
+    """Parts of the state that must be written to Redis: for mappings, the keys of changed entries;
+    for all other parts, a flag."""
 
     header: bool
     """True if any of the small fields has changed, such as the phase, the number or the
@@ -268,7 +268,7 @@ class Draft:
         self.unplaced.pop(member_id, None)
 
     def correct_ending(self, member_id: str, ending: str) -> None:
-        """Replaces the recorded ending of a former member."""
+        """Replaces the recorded reason why a former member left."""
         if self._departed is None:
             self._departed = dict(self._before.departed)
         self._departed[member_id] = replace(self._departed[member_id], ending=ending)
@@ -316,7 +316,8 @@ class Draft:
         self._changed_servers.add(server.server_id)
 
     def remove_server(self, server_id: str) -> None:
-        """Removes a server and frees its place."""
+        """Removes a parameter server. Its place (its share of the tensors, and its role) becomes
+        free."""
         if self._servers is None:
             self._servers = dict(self._before.servers)
         del self._servers[server_id]
@@ -325,7 +326,7 @@ class Draft:
     # -------------------------------------------------------------------------------------- batches
 
     def epochs_of(self, loader: str) -> set[int]:
-        """Returns the epochs of a loader that have leases."""
+        """Returns the epochs of a loader whose leases are on record."""
         kept = self._loaders.get(loader)
         before = (
             {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs}
@@ -335,7 +336,7 @@ class Draft:
         return before | {epoch for name, epoch in self._ledgers if name == loader}
 
     def count_loaders(self) -> int:
-        """Returns the number of loaders with leases."""
+        """Returns the number of loaders whose leases are on record."""
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def holds_batches(self, member_id: str) -> bool:
@@ -349,8 +350,8 @@ class Draft:
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Opens an epoch of a loader, and drops the loader's oldest epochs beyond
-        Policy.epochs_kept."""
+        """Starts to record the leases of an epoch of a loader, and drops the loader's oldest epochs
+        beyond Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}

@@ -115,8 +115,8 @@ class SendMembers:
 
 @dataclass(frozen=True, kw_only=True)
 class SendPlace:
-    """Tells a server its role in its place, primary or backup, and about the other server there
-    (shoal.v1.ServerPlace)."""
+    """Tells a parameter server its place (which share of the tensors it has), its role there
+    (primary or backup), and the other server of this place (shoal.v1.ServerPlace)."""
 
     server_id: str
     epoch: int
@@ -128,7 +128,8 @@ class SendPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class SendSettled:
-    """Tells a primary that all moves up to number `move` are settled (shoal.v1.MovesSettled)."""
+    """Tells a primary that the outcome of all moves of partitions up to number `move` is decided
+    (shoal.v1.MovesSettled)."""
 
     server_id: str
     move: int
@@ -138,7 +139,8 @@ class SendSettled:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMove:
-    """Tells the primary of `move.giver` to hand over partitions (shoal.v1.MovePartitions)."""
+    """Tells the primary of the place `move.giver` to hand partitions over to another server
+    (shoal.v1.MovePartitions)."""
 
     server_id: str
     move: Move

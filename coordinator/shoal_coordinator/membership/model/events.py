@@ -25,7 +25,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """Evidence that a process has ended, as received by the coordinator."""
+    """Reason for which the coordinator considers a process to have ended."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"
@@ -245,7 +245,7 @@ class RunWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """An event whose originator belongs to a particular run."""
+    """An event sent by a process that belongs to a particular run of the job."""
 
     run: RunId
     event: (

@@ -101,8 +101,8 @@ class ObservedJob:
 
     @cached_property
     def unserved_places(self) -> int:
-        """Number of parameter server places that have no primary serving requests, including places
-        that have never had a primary; 0 after the run has ended."""
+        """Number of parameter server places (shares of the tensors) without a primary that serves
+        requests, including places that have never had a primary; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places
@@ -115,8 +115,8 @@ class ObservedJob:
 
     @cached_property
     def unprotected_places(self) -> int:
-        """Number of places whose primary serves without a backup in sync, in a job with backups; 0
-        after the run has ended."""
+        """Number of parameter server places (shares of the tensors) whose primary serves without a
+        backup in sync; 0 after the run has ended, and in a job without backups."""
         if self.state.phase is JobPhase.FINISHED or not self.state.spec.parameter_server_backups:
             return 0
         return sum(

@@ -44,7 +44,8 @@ def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | No
 def changes_to_write(
     before: Generation | None, change: RankChange | None, number: int, world_size: int
 ) -> tuple[int, ...]:
-    """Computes Generation.written for generation `number`."""
+    """Returns the value of `Generation.written` for generation `number`: the generations whose
+    changes must be applied to the last full table; empty if the full table must be written."""
     if (
         before is None
         or before.written is None

@@ -15,8 +15,8 @@ def assign_ranks(
     is_joining: Callable[[Member], bool],
     before: Mapping[str, Rank] | None = None,
 ) -> tuple[Rank, ...]:
-    """Returns the ranks of a generation in order. `before`: previous ranks by member id, which are
-    reused if unchanged.
+    """Returns the ranks of a generation in order. `is_joining`: returns the value of `Rank.joining`
+    for a member. `before`: previous ranks by member id, which are reused if unchanged.
 
     The ranks of one host are adjacent. `survivors` must be in their old rank order, which they
     keep; hosts are ordered by their first survivor. Joiners follow the survivors on their host, and

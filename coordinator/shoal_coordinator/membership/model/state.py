@@ -202,11 +202,13 @@ class Rank:
 
     @cached_property
     def line(self) -> str:
-        """The rank as a line of text, as hashed into the digest of the rank table."""
+        """This entry of the rank table as a line of text, from which the table's digest is
+        computed."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
     def is_same_place(self, other: Rank) -> bool:
-        """Returns whether this entry equals `other`, an entry of a different generation's table."""
+        """Returns whether `other`, an entry of a different generation's table, describes the same
+        member with the same addresses."""
         return self is other or self.line == other.line
 
 
@@ -268,7 +270,8 @@ class ServerRole(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server: the primary of a place or its backup."""
+    """One parameter server: the primary or the backup of a place, which is a share of the model's
+    tensors."""
 
     server_id: str
     index: int
@@ -315,7 +318,7 @@ class Move:
     """Index of the place that receives the partitions and will own them."""
 
     def concerns(self, index: int) -> bool:
-        """Returns whether a place is the giver or the receiver."""
+        """Returns whether the place with this index gives or receives partitions in this move."""
         return index in (self.giver, self.receiver)
 
 
@@ -332,7 +335,8 @@ class Drained:
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """The current move of partitions, and the places that are draining or have been drained."""
+    """The current move of partitions, and the server places that are draining or have been
+    drained."""
 
     settled: int = 0
     """Number of the last move that has ended; 0 if there was none. It never decreases."""
@@ -348,7 +352,7 @@ class Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """A server process that is to blame for the last failed move that its place took part in."""
+    """The server process that is to blame for the last failed move of a place."""
 
     incarnation: str
     """Identity of the process to blame. Later processes in the same place are not excluded."""

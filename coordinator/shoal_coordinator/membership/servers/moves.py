@@ -1,12 +1,13 @@
 """Moves partitions between servers, one move at a time. The state written here determines who owns
 each partition (docs/explanation/parameter-servers.md#moving-partitions).
 
-A move is first written to Redis and then sent to its giver. Only the giver's report ends the move.
-If the giver is lost, the coordinator waits for it or its backup to return, since its journal may
-record that the partitions have left. If the journal does not record this, the returning process
-reports that the move has failed. The new owner is written together with the end of the move, and
-only if the process that received the partitions is still alive. All primaries are notified when a
-move has ended, and again when they reconnect; a giver that reconnects receives the current move.
+A move is first written to Redis and then sent to its giver, the server that hands the partitions
+over. Only the giver's report ends the move. If the giver is lost, the coordinator waits for it or
+its backup to return, because the giver's journal may record that the partitions have left. If it
+does not, the returning process reports that the move has failed. The new owner is written together
+with the end of the move, and only if the process that received the partitions is still alive. All
+primaries are notified when a move has ended, and again when they reconnect; a giver that reconnects
+receives the current move.
 
 A receiver with a full disk would remain the emptiest server, and a giver with a failing disk the
 fullest, so the same move would be chosen again. After a failed move, the server that the giver
@@ -85,9 +86,9 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
 
 
 def _counts(draft: Draft, index: int) -> bool:
-    """Returns whether a place can receive partitions, now or once its server has returned. A place
-    whose server is absent and has no partitions does not count, since the next new server gets this
-    place."""
+    """Returns whether a place can receive partitions, either now or once its server has returned.
+    This excludes a place whose server is absent and that has no partitions, because the next new
+    server gets this place."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     return (primary is not None and primary.alive) or holds_something(draft, index)
 
@@ -158,8 +159,8 @@ def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
 def _with_failure(
     draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str
 ) -> Mapping[int, FailedServer]:
-    """Returns a copy of `failed` with one more failure of the process `incarnation` in the place
-    `index`."""
+    """Returns a copy of `failed` that records one more failed move for the process `incarnation`,
+    which has the place with this index."""
     before = failed.get(index)
     failures = before.failures if before is not None and before.incarnation == incarnation else 0
     wait_ms = min(
@@ -242,8 +243,8 @@ def _begin_next(draft: Draft) -> None:
 def _left_out(
     draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]
 ) -> dict[int, int]:
-    """Returns the servers that are excluded because their current process failed in a move: index
-    -> time at which the exclusion ends."""
+    """Returns the places whose current process is excluded because it is to blame for a failed
+    move: index -> time at which the exclusion ends."""
     found: dict[int, int] = {}
     for server in servers:
         failure = failed.get(server.index)
@@ -257,8 +258,8 @@ def _left_out(
 
 
 def _is_safe(draft: Draft, index: int) -> bool:
-    """Returns whether partitions that a place receives are also stored by its backup. Always True
-    in a job without backups."""
+    """Returns whether the backup of a place also stores the partitions that the place receives.
+    Always True in a job without backups."""
     backup = of_place(draft, index, ServerRole.BACKUP)
     return not draft.spec.parameter_server_backups or (backup is not None and backup.in_sync)
 

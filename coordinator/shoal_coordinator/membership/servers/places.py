@@ -34,7 +34,7 @@ def primaries(draft: Draft) -> dict[int, Server]:
 
 def holds_something(draft: Draft, index: int) -> bool:
     """Returns whether a place owns partitions, or may have some because it takes part in the
-    current move."""
+    current move of partitions."""
     if draft.layout is None:
         return False
     move = draft.moves.under_way

@@ -124,7 +124,8 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
 
 
 def _at_once(kind: _Kind, partitions: list[int], most_bytes: int) -> tuple[int, ...]:
-    """Selects partitions, in order, that fit into one move with at most `most_bytes` of values."""
+    """Selects partitions for one move, in the given order, whose values have at most `most_bytes`
+    in total."""
     chosen: list[int] = []
     cost = 0
     for partition in partitions:

@@ -137,9 +137,10 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Raises the number of the next generation above all generations that a server reports and
-    Redis has lost. The server would otherwise mistake members of a new generation for members of an
-    old one. Servers of a different run do not report such generations."""
+    """Makes sure that the next generation gets a number above the generation that a server reports,
+    in case Redis has lost that generation. The server would otherwise mistake members of a new
+    generation for members of an old one. Servers of a different run do not report such
+    generations."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -155,9 +156,9 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """Records that a server's stream has broken or its lease has expired. A backup that has all
-    acknowledged changes takes over from a lost primary. Otherwise the place stays reserved for the
-    lost server, unless it has no tensors yet."""
+    """Records that a server's stream has broken or its lease has expired. If the server is a
+    primary, its backup takes over, provided that the backup has all acknowledged changes. Otherwise
+    the place stays reserved for the lost server, unless no tensors have been assigned to it yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
@@ -213,8 +214,8 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
 
 
 def _promote(draft: Draft, lost: Server) -> None:
-    """Makes the backup of a lost primary the primary, if possible. The lost server becomes its
-    backup."""
+    """Makes the backup of a lost primary the new primary, if possible. The lost server becomes the
+    backup of the new primary."""
     backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
@@ -293,9 +294,12 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """Returns the record of a new server. It gets the first place without a primary, otherwise (in
-    a job with backups) the first place without a backup, otherwise a new place if the job may have
-    more."""
+    """Returns the record of a new server. It gets the first place without a primary; otherwise, in
+    a job with backups, the first place without a backup; otherwise a new place, if the job may have
+    more.
+
+    An absent primary without partitions, and an absent backup, count as missing. If Redis has lost
+    the job, a server that still has the partitions of a place gets this place."""
     places = primaries(draft)
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
         return _placed(

@@ -1,4 +1,5 @@
 """Conversion between protobuf messages and the values of the core.
 
-`requests` parses messages, `checks` single fields of them, and `responses` composes messages.
+`requests` parses messages and uses `checks` to validate their fields; `responses` composes
+messages.
 """

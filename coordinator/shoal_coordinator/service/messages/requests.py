@@ -111,8 +111,7 @@ def parse_run(message: pb.RunId) -> RunId | None:
 
 
 def of_run(message: pb.RunId, event: Any) -> Any:
-    """Attaches the run named in `message` to an event. Returns the event unchanged if none is
-    named."""
+    """Wraps an event in OfRun if `message` names a run; otherwise returns the event unchanged."""
     run = parse_run(message)
     return event if run is None else OfRun(run=run, event=event)
 
@@ -178,9 +177,10 @@ def _metrics(message: pb.Progress) -> Mapping[str, float]:
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
     """Parses a heartbeat. Returns the member's current generation and its progress. Rates and
-    losses are only displayed and therefore not checked; invalid durations become 0.
+    losses are not checked, because they are only displayed. Invalid durations become 0.
 
-    Heartbeats are frequent, so a single test covers all fields that are normally valid.
+    Because heartbeats are frequent, the counts are checked one by one only if one of them is
+    negative.
     """
     received = message.progress
     counts = (

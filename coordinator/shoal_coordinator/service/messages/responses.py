@@ -100,7 +100,7 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """Returns the response about a run that has ended, with all data recorded about it."""
+    """Returns the GetJob response about a past run: everything that is recorded about this run."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -294,8 +294,8 @@ def _machine_messages(state: JobState) -> list[pb.MachineStatus]:
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Returns the members that have committed fewer than `step` steps, including members of a job
-    on hold and members excluded by a newer generation."""
+    """Returns up to MOST_BEHIND members that have committed fewer than `step` steps. Considers the
+    members of the newest generation, even if the job is on hold, and members that are draining."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member
@@ -325,7 +325,7 @@ def server_messages(state: JobState) -> list[pb.ServerStatus]:
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
-    """Returns the message that informs a server of its place."""
+    """Returns the message that informs a parameter server of its place (shoal.v1.ServerPlace)."""
     return pb.ServerDirective(
         place=pb.ServerPlace(
             epoch=effect.epoch,

@@ -1,4 +1,4 @@
-"""The bulk channel, which carries uploads and pulls beside gRPC
+"""The bulk channel, an alternative to gRPC for uploads and pulls
 (docs/explanation/parameter-servers.md#transport).
 
 `server` listens and serves the streams of each `connection`, which a client opens with one of the

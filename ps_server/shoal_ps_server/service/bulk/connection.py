@@ -87,8 +87,9 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Makes all payloads go through `area`, and takes ownership of it. Sends the peer READY
-        with the area's `descriptor`. Must be called before the first frame."""
+        """Makes all payloads go through the shared memory `area`, and takes ownership of it. Sends
+        the peer a READY frame with the `descriptor` of the memory. Must be called before the first
+        frame."""
         self._area = area
         try:
             # cannot block: a new socket's buffer is empty
@@ -257,7 +258,7 @@ class ServedConnection:
 
     async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
         """Performs a socket operation; while it would block, waits and retries. Under TLS, a write
-        may have to wait for data from the peer, and a read for a write."""
+        may have to wait until the socket can be read, and a read until it can be written."""
         while True:
             try:
                 return operation() or 0

@@ -1,7 +1,7 @@
-"""Detects that a peer has disconnected while its connection is not being read. This matters while a
-stream waits for other members or for the journal: unread data from the peer then hides the end of
-the connection. gRPC cancels its own calls in this case; this module does the same for bulk
-connections. Belongs to the event loop."""
+"""Detects that a peer has disconnected while its connection is not being read. This is needed while
+a stream waits for other members or for the journal: if the peer has sent data that is not read yet,
+the server would otherwise not notice the end of the connection. gRPC cancels its own calls in this
+case; this module does the same for bulk connections. Belongs to the event loop."""
 
 from __future__ import annotations
 

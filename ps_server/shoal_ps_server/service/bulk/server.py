@@ -204,8 +204,8 @@ class BulkServer:
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """Removes a connection from the strangers, because it has presented its ticket or has been
-        closed."""
+        """Stops counting a connection as one that has not presented a ticket, because it has
+        presented its ticket or has been closed."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
@@ -244,9 +244,9 @@ class BulkServer:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Reads the ticket of a connection, and returns the speaker that the ticket was issued to.
-        From then on the connection counts as open. Raises AuthenticationError if the ticket is
-        invalid or missing."""
+        """Reads the ticket of a connection, and returns the member or anonymous reader that the
+        ticket was issued to. From then on, the connection counts as open. Raises
+        AuthenticationError if the ticket is invalid or missing."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)

@@ -1,5 +1,5 @@
-"""MPI, through mpi4py, for clusters whose launcher and network stack is MPI: `mpiexec -n 4 python
-train.py`.
+"""MPI, through mpi4py, for clusters that start processes and communicate with MPI: `mpiexec -n 4
+python train.py`.
 
 Rank and world size come from MPI's world, so no store is needed: `MPIBackend().initialize()`, or
 `init_process_group("shoal_mpi", init_method="mpi://")`. Each group has its own communicator.
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """Backend for CPU tensors, with a separate communicator for MPI's world or for part of it.
+    """Backend for CPU tensors, with its own communicator that spans MPI's world or part of it.
 
     `abort` notifies the other ranks with a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
     kept until the process exits, and the MPI library may refuse to finalize. If a rank dies without
-    sending a message, MPI's launcher notices it, or the timeout expires.
+    sending a message, the other ranks depend on MPI's launcher to notice it, or wait until the
+    timeout.
     """
 
     name: ClassVar[str] = "mpi"
@@ -131,7 +132,8 @@ class MPIBackend(CommunicationBackend):
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """Starts MPI and returns this process's seat in MPI's world, for creating a session.
+    """Starts MPI and returns this process's rank and place in MPI's world, from which a session is
+    created.
 
     Raises:
         ConfigurationError: mpi4py or the MPI library is missing.

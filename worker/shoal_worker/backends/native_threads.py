@@ -89,7 +89,7 @@ _running: set[_Call] = set()
 
 
 class _Call:
-    """A function to be called on one of this module's threads."""
+    """Function to be called on one of this module's threads."""
 
     def __init__(
         self,

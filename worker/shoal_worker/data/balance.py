@@ -206,10 +206,11 @@ class Balance:
             self._agree(summed, step, loader, self._micro_batches(step))
 
     def offer(self, step: DealtToRank, session: LoaderSession) -> None:
-        """If ranks take the steps of a round on their own (local_sgd), offers this rank's times for
-        the exchange at the end of the round. Called in each step, because only the engine knows
-        which step ends the round. Called before the step's first micro-batch, so that all ranks
-        offer their times even if their scripts leave the loop over micro-batches early."""
+        """Offers this rank's times for the exchange at the end of the step's round. Has an effect
+        only if ranks take the steps of a round on their own (local_sgd). Called in each step,
+        because only the engine knows which step ends the round. Called before the step's first
+        micro-batch, so that all ranks offer their times even if their scripts leave the loop over
+        micro-batches early."""
         if self._deals(step):
             self._items = self._micro_batches(step)
         # The step that ends a round may have few samples, as the last one of an epoch.

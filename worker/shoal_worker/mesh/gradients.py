@@ -167,12 +167,13 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """A tensor with the dtype and on the device that changes to buffers must have."""
+        """Tensor with the dtype and on the device that changes to buffers must have."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """For each parameter, by name, whether any rank has used it in this step."""
+        """Flags that show, by parameter name, whether any rank has used the parameter in this
+        step."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)

@@ -163,7 +163,7 @@ class RankMesh:
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """The object that gathers and frees the pieces block by block; None if there is none
+        """Object that gathers and frees the pieces block by block; None if there is none
         (`DataAxis.execution`)."""
         return self._parts.data_axis.execution
 
@@ -229,8 +229,9 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Called before and after each micro-batch of a stage. Makes each micro-batch start from
-        the committed buffers, regardless of the order in which the pipeline runs them."""
+        """Makes each micro-batch start from the committed buffers, regardless of the order in which
+        the pipeline runs micro-batches. Called by the pipeline before and after each stage of a
+        micro-batch."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
         if moment == "before":

@@ -104,9 +104,9 @@ class TravellingMirrors:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """If mirrors are stored in host memory between updates, moves them there and drops their
-        gradients. `updated`: True if the mirrors have been updated. With `where=None`, every 16th
-        such call checks whether the device has been short of memory, which takes 0.1 ms."""
+        """Moves the mirrors to host memory and drops their gradients, if they are stored there
+        between updates. `updated`: True if the mirrors have been updated. With `where=None`, every
+        16th such call checks whether the device has been short of memory, which takes 0.1 ms."""
         memory = self._memory
         if memory is None:
             return

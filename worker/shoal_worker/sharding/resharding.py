@@ -395,7 +395,7 @@ element states."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveVectors(Mapping[str, torch.Tensor]):
-    """The vectors of one of this rank's shards, by name, read from the current state on request. An
+    """Vectors of one of this rank's shards, by name, read from the current state on request. An
     element state is copied only when it is requested."""
 
     unit: Unit

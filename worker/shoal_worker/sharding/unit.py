@@ -380,7 +380,7 @@ class Unit:
         )
 
     def free(self) -> None:
-        """If parameters are sharded, frees the memory of the gathered parameters. If they are not
+        """Frees the memory of the gathered parameters, if parameters are sharded. If they are not
         sharded, but are a copy of shards that have their own memory, hides the parameters, so that
         the script does not mistake the copy for the shards."""
         uncut = self.own.shard is self._full  # there are no other copies of the values

@@ -2,7 +2,7 @@
 of a vector to a checkpoint. A unit's vectors are the concatenated values of its parameters and, for
 each kind of moment, the concatenated moments.
 
-The functions send messages to all members instead of using an all-gather, for two reasons: the
+The functions send messages to all members instead of using an all-gather, for two reasons. The
 newest group may contain learners, and the ranks may still have the shards of the previous group,
 where the shards of failed ranks exist only as mirrors.
 

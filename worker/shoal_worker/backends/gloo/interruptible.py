@@ -1,13 +1,13 @@
 """A Gloo process group that can be aborted while its collectives wait.
 
 Breaking a group's connections does not end all waits on them. When a connection breaks in the
-middle of a message, Gloo notifies the operations queued before and after that message, but not the
-operation that is transferring it (in Pair::signalException): that operation sleeps until the
-group's timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes
-with Gloo's work or, regardless of Gloo, a short delay after `abort`. During this delay, the
-operations that were notified can end; until then, they may write to their tensors. An operation
-that sleeps (native_threads.py) never writes again. It sleeps until its timeout, and the group is
-destroyed afterwards.
+middle of a message, Gloo (in Pair::signalException) notifies the operations queued before and after
+that message, but not the operation that is transferring it. That operation sleeps until the group's
+timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes with
+Gloo's work or, regardless of Gloo, a short delay after `abort`. During this delay, the operations
+that were notified can end; until then, they may write to their tensors. An operation that sleeps
+(native_threads.py) never writes again. It sleeps until its timeout, and the group is destroyed
+afterwards.
 
 Point-to-point transfers are interrupted in the same way (works.Transfer). Sums of a few numbers
 bypass Gloo (short_sums.py).

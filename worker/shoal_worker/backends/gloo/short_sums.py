@@ -8,11 +8,11 @@ thread reads its messages itself (docs/explanation/backends.md#short-sums).
 
 Every rank receives the numbers of all ranks and adds them in rank order, so all ranks get bitwise
 the same result. In groups of up to four ranks, each rank sends its numbers to all others in one
-round. With more ranks, there are ceil(log2(ranks)) rounds, in each of which the amount of numbers
-that a rank has collected doubles: in round k, a rank sends all of them to rank (rank - 2^k) mod N,
-and receives the same amount from rank (rank + 2^k) mod N (Bruck et al. 1997, IEEE TPDS 8(11),
+round. With more ranks, there are ceil(log2(ranks)) rounds. In each round, the amount of numbers
+that a rank has collected doubles. In round k, a rank sends all of them to rank (rank - 2^k) mod N,
+and receives the same amount from rank (rank + 2^k) mod N. (Bruck et al. 1997, IEEE TPDS 8(11),
 "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section
-3).
+3.)
 
 Threads: one thread connects, one thread sums. Any thread may call `shut_down` and `close`; `close`
 waits for a running sum.

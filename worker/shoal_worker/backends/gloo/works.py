@@ -375,8 +375,8 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A thread of a group that waits in Gloo for one message after another. It starts with the
-    first message and stops when `close` is called.
+    """Thread of a group that waits in Gloo for one message after another. It starts with the first
+    message and stops when `close` is called.
 
     Only the thread that issues transfers may use a waiter: two concurrent waits would receive each
     other's messages.

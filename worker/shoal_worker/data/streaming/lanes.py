@@ -7,9 +7,9 @@ lane that needs a shard gets the next unread one. When no shards are left and so
 exhausted, the remaining lanes contribute more, so that every step but the last is complete.
 
 The number of items in a shard is known only after reading it. The items of a step are therefore
-determined in rounds (`Allotment`): each rank reads the items that its lanes need, all ranks
-exchange how far their lanes have come, and every rank makes the same decision about what to read
-next. One round is usually sufficient; when a shard ends, another round is needed. The result
+determined in rounds (`Allotment`). In a round, each rank reads the items that its lanes need, all
+ranks exchange how far their lanes have come, and every rank makes the same decision about what to
+read next. One round is usually sufficient; when a shard ends, another round is needed. The result
 depends on the shards and the batch sizes, not on the number of ranks."""
 
 from __future__ import annotations

@@ -243,15 +243,21 @@ class CommunicationBackend(abc.ABC):
         """Connects to the other ranks through `store`, which no other group may have used. Must be
         called once on every rank. Returns when all ranks are connected.
 
-        `timeout`: time limit of each later collective. `connect_timeout`: time limit of connecting.
-        `hostname`: this process's address or host name for its peers; None: the address of the
-        interface that reaches the store. `members`: if the group contains only some of the run's
-        ranks, their ranks in the run, ordered by rank in the group; otherwise None. Used only by
-        MPI, which forms its groups from its own world.
+        Args:
+            timeout: time limit of each later collective.
+            connect_timeout: time limit of connecting.
+            hostname: this process's address or host name for its peers; None: the address of the
+                interface that reaches the store.
+            members: if the group contains only some of the run's ranks, their ranks in the run,
+                ordered by rank in the group; otherwise None. Used only by MPI, which forms its
+                groups from its own world.
 
-        Raises MembershipChanged if the group was abandoned (`abort` here or on the store) or a peer
-        disconnected, DeadlineError if a peer did not connect within `connect_timeout`,
-        ConfigurationError for invalid values.
+        Raises:
+            PreconditionError: this backend was initialized or aborted before.
+            MembershipChanged: `abort` was called on this backend or on the store, or a peer
+                disconnected.
+            DeadlineError: a peer did not connect within `connect_timeout`.
+            ConfigurationError: invalid values.
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(

@@ -137,7 +137,7 @@ class Balance:
             global_batch_size: number of samples in a step.
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
                 batches, always evenly.
-            wanted: False to deal evenly.
+            wanted: True to deal in proportion to speed; False to deal evenly.
         """
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size

@@ -227,7 +227,7 @@ class LoaderProgress:
         }
 
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
-        """Reads and checks a captured state, for `take`.
+        """Checks a captured state, and returns the position that it contains, for `take`.
 
         `loader`: name of the loader, for errors. `leased`: True if the loader leases batches; its
         cursor is then always at the beginning of an epoch.

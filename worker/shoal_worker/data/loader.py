@@ -453,8 +453,8 @@ class ElasticDataLoader:
     @property
     def global_step(self) -> int:
         """Number of steps committed so far, over all epochs. Use this number to do something every
-        k steps, because it is the same on all ranks, including ranks that joined later. In the
-        leased form, counts only this rank's steps."""
+        k steps, because it is the same on all ranks, including ranks that joined later. With
+        `batch_size`, counts only this rank's steps."""
         return self._progress.cursor.global_step
 
     @property
@@ -465,8 +465,8 @@ class ElasticDataLoader:
 
     def __len__(self) -> int:
         """Returns the number of steps in a complete epoch, which does not depend on the number of
-        ranks. In the leased form, returns the number of batches over all ranks; for evaluation, the
-        number of batches.
+        ranks. With `batch_size`, returns the number of batches over all ranks. For an evaluation
+        loader, returns the number of its batches.
 
         Raises:
             TypeError: the loader reads a stream, which has no known length.
@@ -496,7 +496,7 @@ class ElasticDataLoader:
             n: number of epochs. None: no limit.
             max_steps: value of `global_step` at which the loop ends, possibly in the middle of an
                 epoch. A resumed run with a larger value continues in that epoch. Steps before a
-                resume count; aborted steps do not. In the leased form, number of batches over all
+                resume count; aborted steps do not. With `batch_size`, counts the batches of all
                 ranks. With both arguments, the loop ends at the first limit that is reached.
 
         Raises:
@@ -522,7 +522,7 @@ class ElasticDataLoader:
         iterations, not the run's steps; use `global_step` to count steps.
 
         Raises:
-            ConfigurationError: the loader has micro-batches; iterate `steps()`.
+            ConfigurationError: the loader has micro-batches; iterate over `steps()` instead.
         """
         if self._evaluation is not None:
             return iter(self._evaluation)

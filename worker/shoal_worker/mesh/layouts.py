@@ -219,7 +219,7 @@ class Template:
 def template_of(
     module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool
 ) -> Template:
-    """Returns the template of a module. `options`: the strategy's options for splitting it."""
+    """Returns the `Template` of a module. `options`: the strategy's options for splitting it."""
     return Template(
         module=meta_copy(module),
         plan_options={

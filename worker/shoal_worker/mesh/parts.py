@@ -325,7 +325,8 @@ class ModelParts(PartitionedState):
         self.hidden.hide()
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns this rank's shards with their optimizer state, keyed by a description."""
+        """Returns this rank's shards with their optimizer state, grouped under descriptions, for
+        comparison with other ranks."""
         assert self.cut is not None
         at, common = self.cut.at, {}
         for position, runs in self.data_axis.runs(self.optimizer).items():

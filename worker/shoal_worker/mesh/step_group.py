@@ -142,8 +142,8 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A one-dimensional mesh on a process group that is not registered in a world. Its ranks are
-    the ranks of the group.
+    """One-dimensional mesh on a process group that does not belong to a torch.distributed world.
+    Its ranks are the ranks of the group.
 
     No two meshes are equal, even with the same ranks, because DTensor caches by mesh. DTensor's
     caches keep meshes, and therefore their groups, forever (`StepGroup`).

@@ -212,8 +212,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors with
-    a single element stay on the device where the optimizer keeps them."""
+    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors
+    without dimensions, such as step counts, stay on the device where the optimizer keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),

@@ -299,8 +299,8 @@ class Unit:
             self._full.copy_(whole)
 
     def _put(self, elements: torch.Tensor) -> None:
-        """Writes the values of the unsharded parameters. `elements`: the values, in the parameters'
-        order."""
+        """Writes values into the unsharded parameters. `elements`: the values, in the order of the
+        parameters."""
         for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
             view.copy_(value)
 

@@ -149,8 +149,8 @@ def own_seat(timeout: timedelta) -> Seat:
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
-    """Creates the default group or a group for new_group. Called by torch, on the members only.
-    Waits for the members without a deadline, because MPI offers none."""
+    """Creates the default group or a group for new_group. Called by torch, only on the ranks of the
+    group. Waits for these ranks without a deadline, because MPI offers none."""
     from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()

@@ -450,8 +450,8 @@ def _class(kind: Any, mixed: Any) -> Any:
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """Hides a parameter's values, and also its gradient if `place.gradient` is True. If the
-    parameter is already hidden, only updates its metadata."""
+    """Hides a parameter's values, and also its gradient if `place.gradient` is True. If the values
+    are already hidden, hides only the gradient."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:

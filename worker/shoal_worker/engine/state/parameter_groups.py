@@ -113,10 +113,10 @@ def by_modules(
     """Returns a group for each module in `shard_modules` (classes, or names of submodules), after a
     first group for all other parameters.
 
-    `shard_modules=None` selects the children of containers that repeat a class (the blocks of a
-    transformer), if they have at least `at_least` elements. A parameter shared by several units
-    belongs to the first group. Groups are in the order of `named_modules`. Parameters of a nested
-    module with its own group are not in the outer module's group.
+    `shard_modules=None` selects the children of containers in which a class occurs repeatedly (the
+    blocks of a transformer), if they have at least `at_least` elements. A parameter shared by
+    several units belongs to the first group. Groups are in the order of `named_modules`. Parameters
+    of a nested module with its own group are not in the outer module's group.
 
     Raises:
         ConfigurationError: the model does not contain one of the names or classes.

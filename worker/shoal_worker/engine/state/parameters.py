@@ -273,7 +273,7 @@ T = TypeVar("T")
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     """Returns the result of `read` after checking, in a collective operation, that all ranks have
-    the same result. `kind`: the user's call, which errors name.
+    the same result. `kind`: the user's call, for error messages.
 
     Raises:
         ConfigurationError: the results differ between ranks, or `read` failed on another rank.

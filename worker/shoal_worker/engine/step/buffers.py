@@ -496,8 +496,9 @@ class CommittedBuffers:
                     )
 
     def micro_batch_ends(self) -> None:
-        """Called after the passes of a micro-batch with a weight above 0. Raises ConfigurationError
-        if buffers that must change identically have not changed as in the first micro-batch."""
+        """Processes the changes of a finished micro-batch. Must be called only for micro-batches
+        with a weight above 0. Raises ConfigurationError if buffers that must change identically
+        have not changed as in the first micro-batch."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:

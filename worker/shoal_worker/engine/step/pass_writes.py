@@ -387,7 +387,7 @@ class WrittenParameters:
 
     def replaced(self) -> None:
         """Records that the parameters are replaced, by a loaded state or an update. Changes before
-        the next step begins do not count as writes."""
+        the next step begins are not regarded as writes."""
         self.forget()
         self._committed, self.between = None, 0
 

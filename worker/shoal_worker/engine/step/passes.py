@@ -115,8 +115,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _items_of(one: Any) -> Iterable[Any] | None:
-    """Returns the items of a container; None for other objects. Mappings other than dict count as
-    other objects, because they may compute their values or read them from a file."""
+    """Returns the items of a container; None for other objects. Mappings other than dict are
+    treated as other objects, because they may compute their values or read them from a file."""
     if isinstance(one, dict | MappingProxyType):
         return one.values()
     if isinstance(one, list | tuple | set | frozenset):

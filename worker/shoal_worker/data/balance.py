@@ -105,10 +105,11 @@ def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | Non
 
 
 def contribution(times: Times, rank: int, ranks: int) -> list[float]:
-    """Encodes one rank's contribution as numbers that are summed across ranks: four rows (time, 1
-    if there is a time, set speed, 1 if there is a set speed), each with one column per rank. The
-    processes of one model replica have the same `rank`; their times are averaged. All numbers are
-    integers, so the sum does not depend on the order of the ranks."""
+    """Encodes one rank's contribution as numbers that are summed across ranks. They form four rows
+    with one column per rank: the rank's time, 1 if it has a time, the speed that the user has set
+    for it, and 1 if there is such a speed. All other numbers are 0. The processes of one model
+    replica have the same `rank`; their times are averaged. All numbers are integers, so the sum
+    does not depend on the order of the ranks."""
     rows = [[0.0] * ranks for _ in range(4)]
     for row, value in ((0, times.seconds), (2, times.speed)):
         if value is not None:

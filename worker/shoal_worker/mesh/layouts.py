@@ -470,7 +470,7 @@ class Layouts:
         """Returns the axes for `world_size` ranks.
 
         Raises:
-            ConfigurationError: the model cannot be split in this way.
+            ConfigurationError: the model cannot be split across this number of ranks.
         """
         if world_size not in self._known:
             self._known[world_size] = self._plan.axes_for(world_size, self._fits)

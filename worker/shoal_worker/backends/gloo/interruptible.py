@@ -373,8 +373,8 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a reduce-scatter.
 
-        `parts`: (ranks, elements); row i is for rank i. The outputs together have the size of one
-        row.
+        `parts`: tensor of shape (ranks, elements), of which row i is the part for rank i.
+        `outputs`: tensors that together have the size of one row.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)

@@ -61,8 +61,9 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Joins MPI's world. `rank` and `world_size` must be MPI's own or None; `store` and
-        `hostname` are unused."""
+        """Joins a group of all ranks in MPI's world or, if `members` is given, of some of them.
+        `rank` and `world_size` must be those of this process in the group; None: those in MPI's
+        world. `store` and `hostname` are unused."""
         world = _mpi().COMM_WORLD
         super().initialize(
             rank=world.rank if rank is None else rank,

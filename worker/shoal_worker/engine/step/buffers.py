@@ -328,7 +328,7 @@ class CommittedBuffers:
 
     @property
     def touched(self) -> bool:
-        """True if a script has changed a buffer since the changes were last read. Changes through
+        """True if the script has changed a buffer since the last call of `changes`. Changes through
         `.data`, which torch does not count, may be missed."""
         return self._taken is not None and any(
             then is not now or before != after
@@ -343,8 +343,8 @@ class CommittedBuffers:
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """Sets the buffers to the committed values plus the summed `changes` of all ranks. Changes
-        that this rank has made since its own changes were read are kept.
+        """Sets the buffers to the committed values plus the summed `changes` of all ranks. What has
+        changed on this rank since its last call of `changes` is kept.
 
         Floating-point buffers change by the weighted mean. If all passes changed an element of an
         integer buffer by the same amount, as in a count of steps, it changes by that amount, unless
@@ -449,7 +449,7 @@ class CommittedBuffers:
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
         """Returns whether a buffer differs from its committed value. A write that leaves the values
-        unchanged makes no difference, because it may happen on only some ranks."""
+        unchanged is ignored, because it may happen on only some ranks."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)

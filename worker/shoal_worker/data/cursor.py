@@ -229,8 +229,8 @@ class LoaderProgress:
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
         """Checks a captured state, and returns the position that it contains, for `take`.
 
-        `loader`: name of the loader, for errors. `leased`: True if the loader leases batches; its
-        cursor is then always at the beginning of an epoch.
+        `loader`: name of the loader in error messages. `leased`: True if the loader leases batches;
+        its cursor is then always at the beginning of an epoch.
 
         Raises:
             CorruptDataError: this is not a loader's state, or it is from a newer release.

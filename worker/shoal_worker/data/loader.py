@@ -151,8 +151,9 @@ class ElasticDataLoader:
     ) -> None:
         """Args:
             dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
-                takes a list of indices); or a stream: an `IterableDataset`, of which every rank
-                reads all items but trains on only some, or a `ShardedStream` (docs/streams.md).
+                takes a list of indices); or a stream, which is an `IterableDataset` or a
+                `ShardedStream` (docs/streams.md). Every rank reads all items of an
+                `IterableDataset`, but trains on only some of them.
             global_batch_size: number of samples in a step, in total over all ranks, regardless of
                 their number.
             micro_batch_size: number of samples in a micro-batch; ranks are then dealt complete

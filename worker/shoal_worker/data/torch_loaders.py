@@ -34,7 +34,7 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
 
     Args:
         loader: a torch DataLoader.
-        what: name of the DataLoader in errors.
+        what: name of the DataLoader in error messages.
 
     Raises:
         ConfigurationError: `loader` is not a DataLoader, or has batches, an order or data workers

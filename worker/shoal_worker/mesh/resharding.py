@@ -183,7 +183,7 @@ def copy_singles(
     only once.
 
     `held`: this rank's parts for the current and previous meshes. `leaving`: ranks that are about
-    to leave. Their parts are disregarded, and they get no copies.
+    to leave. Their parts are not counted, and they get no copies.
 
     Raises:
         MembershipChanged: the group has ended."""

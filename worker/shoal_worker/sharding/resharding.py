@@ -470,7 +470,8 @@ def gather_from_owners(
     get the same result.
 
     Args:
-        sends, mine: results of `newest_of` and `held_of`.
+        sends: for each position, the rank that sends its shard.
+        mine: this rank's shards of that sharding (`held_of`); None if it has none.
 
     Raises:
         ConfigurationError (STATE_UNSUPPORTED): the optimizer's state cannot be sent.

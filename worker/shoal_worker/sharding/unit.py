@@ -142,7 +142,7 @@ class Unit:
         be called next.
 
         Args:
-            name: name of the unit, for errors.
+            name: name of the unit in error messages.
             parameters, names: the module's parameters and their names in the module.
             stage: state that is sharded.
             wide: True if gradients are summed in float64.

@@ -223,8 +223,8 @@ def copy_singles(
     of them to a second rank. Returns the ranks that have each shard, and the copies that this rank
     keeps, by unit and position. Returns None on all ranks if nothing had to be copied.
 
-    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Shards on these ranks
-    are disregarded, and these ranks get no copies.
+    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Their shards are not
+    counted, and they get no copies.
 
     Raises:
         MembershipChanged: the group has ended.

@@ -373,7 +373,7 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a reduce-scatter.
 
-        `parts`: tensor of shape (ranks, elements), of which row i is the part for rank i.
+        `parts`: tensor of shape (ranks, elements); row i is the part for rank i.
         `outputs`: tensors that together have the size of one row.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp

@@ -56,8 +56,8 @@ class StreamedEvaluation:
     ) -> None:
         """Prepares the batches without reading anything yet.
 
-        `sources`: function that opens the stream's sources. `names`: names of the sources, for
-        errors. `size`: number of items in a batch. `dealing`: values that determine the batches;
+        `sources`: function that opens the stream's sources. `names`: names of the sources in error
+        messages. `size`: number of items in a batch. `dealing`: values that determine the batches;
         the same on all ranks.
         """
         self._sources = sources

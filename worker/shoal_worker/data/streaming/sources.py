@@ -63,7 +63,7 @@ class Sources:
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
-        """Returns a reader of the source with index `number`.
+        """Returns a reader of a source.
 
         Args:
             number: index of the source.
@@ -219,8 +219,8 @@ class _Worker:
         return question
 
     def answer(self, question: int, name: str) -> Any:
-        """Waits for the response to a request and returns it. `name`: name of the source, for
-        errors.
+        """Waits for the response to a request and returns it. `name`: name of the source in error
+        messages.
 
         Raises:
             PreconditionError (DATA_WORKER_DIED): the worker is dead.

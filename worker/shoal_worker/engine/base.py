@@ -378,8 +378,8 @@ class Engine(TrainingEngine):
     def freeze(self) -> Callable[[], None]:
         """Freezes the model after its own update in a step of several models. Gradients still flow
         through the module to other models, but its own parameters receive none. Returns a function
-        that unfreezes the model and restores the buffers to their values at the call to
-        `freeze`."""
+        that unfreezes the model and restores the buffers to the values that they had when `freeze`
+        was called."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad

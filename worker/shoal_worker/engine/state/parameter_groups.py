@@ -73,9 +73,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 def check_forward_passes(module: nn.Module, strategy: str) -> None:
     """Checks that all parts of the module use the forward pass of their class; otherwise, for
-    example after `layer.forward = ...`, raises ConfigurationError. Two things would go wrong:
-    layers are split as their classes require, and a copy of a module with a replaced `forward`
-    would use the parameters of the original."""
+    example after `layer.forward = ...`, raises ConfigurationError. Layers are split according to
+    their classes, so a replaced `forward` would not be called. A copy of a module with a replaced
+    `forward` would use the parameters of the original."""
     for name, part in module.named_modules():
         compiled = "_orig_mod" in part._modules  # by torch.compile; copying may also create it
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:

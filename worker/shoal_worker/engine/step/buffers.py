@@ -347,9 +347,9 @@ class CommittedBuffers:
         changed on this rank since its last call of `changes` is kept.
 
         Floating-point buffers change by the weighted mean. If all passes changed an element of an
-        integer buffer by the same amount, as in a count of steps, it changes by that amount, unless
-        the amount is each pass's number of samples. Other elements of integer buffers change by the
-        sum, as in a count of samples.
+        integer buffer by the same amount, as in a count of steps, the element changes by that
+        amount, unless the amount is each pass's number of samples. Other elements of integer
+        buffers change by the sum, as in a count of samples.
 
         Raises:
             ConfigurationError: a buffer has a new shape.

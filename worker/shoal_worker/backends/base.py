@@ -62,7 +62,7 @@ class GroupEndedError(MembershipChanged, DistBackendError):
 
 
 def cause_of(error: Exception) -> str:
-    """Returns the message of a library's error without source locations and advice."""
+    """Returns the message of an error raised by a library, without source locations and advice."""
     first_line = _WHERE.sub("", str(error).strip().partition("\n")[0])
     return re.split(r"[.,;]? This is typically", first_line)[0] or type(error).__name__
 
@@ -116,8 +116,8 @@ class Handle:
         finish: Callable[[], None] | None,
         failed: Callable[[RuntimeError], None],
     ) -> None:
-        """`finish`: function called once `work` has completed. `failed`: function called if `work`
-        fails; it may raise a different error."""
+        """`finish`: function called once `work` has completed. `failed`: function called with the
+        error if `work` fails; it may raise a different error."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
@@ -243,15 +243,21 @@ class CommunicationBackend(abc.ABC):
         """Connects to the other ranks through `store`, which no other group may have used. Must be
         called once on every rank. Returns when all ranks are connected.
 
-        `timeout`: time limit of each later collective. `connect_timeout`: time limit of connecting.
-        `hostname`: this process's address or host name for its peers; None: the address of the
-        interface that reaches the store. `members`: if the group contains only some of the run's
-        ranks, their ranks in the run, ordered by rank in the group; otherwise None. Used only by
-        MPI, which forms its groups from its own world.
+        Args:
+            timeout: time limit of each later collective.
+            connect_timeout: time limit of connecting.
+            hostname: this process's address or host name for its peers; None: the address of the
+                interface that reaches the store.
+            members: if the group contains only some of the run's ranks, their ranks in the run,
+                ordered by rank in the group; otherwise None. Used only by MPI, which forms its
+                groups from its own world.
 
-        Raises MembershipChanged if the group was abandoned (`abort` here or on the store) or a peer
-        disconnected, DeadlineError if a peer did not connect within `connect_timeout`,
-        ConfigurationError for invalid values.
+        Raises:
+            PreconditionError: this backend was initialized or aborted before.
+            MembershipChanged: `abort` was called on this backend or on the store, or a peer
+                disconnected.
+            DeadlineError: a peer did not connect within `connect_timeout`.
+            ConfigurationError: invalid values.
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(
@@ -277,9 +283,10 @@ class CommunicationBackend(abc.ABC):
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
         # most libraries cannot split groups
-        """Declares that this group is part number `part` when the group `whole` is divided into
-        parts that together contain all its ranks. Must be called before `initialize`. A library
-        that can split groups then splits `whole` instead of connecting a new group."""
+        """Declares that this group results from dividing the group `whole` into parts that together
+        contain all its ranks. `part`: index of this group among the parts. Must be called before
+        `initialize`. A library that can split groups then splits `whole` instead of connecting a
+        new group."""
 
     def abort(self, reason: str) -> None:
         """Aborts the group: pending and later collectives raise GroupEndedError(reason),
@@ -300,14 +307,14 @@ class CommunicationBackend(abc.ABC):
 
     def all_leave(self, within: timedelta) -> bool:
         """Waits for at most `within` until all ranks of the group have called this method and have
-        no pending work. Returns whether that is the case. A rank that does not hear from all others
-        in time returns False, although others may return True."""
+        no pending work. Returns True if they have. A rank that does not hear from all others in
+        time returns False, even if the call returns True on other ranks."""
         return False
 
     def finalize(self) -> Callable[[], None]:
-        """Starts the library's orderly shutdown of the group, after `all_leave`. Returns
-        immediately, with a function that waits until the orderly shutdown is complete or has been
-        abandoned. `shutdown` must be called after that function."""
+        """Starts the orderly shutdown of the group that the backend's library provides. Must be
+        called after `all_leave`. Returns immediately, with a function that waits until the shutdown
+        is complete or has been abandoned. `shutdown` must be called after that function."""
         return _nothing
 
     @abc.abstractmethod
@@ -460,7 +467,7 @@ class CommunicationBackend(abc.ABC):
         self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
         """Sends `tensor` to one rank, which must call `recv` with the same tag. The peer must
-        receive blocking sends in the order in which they are issued."""
+        receive messages of blocking sends in the order in which they are sent."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)
@@ -485,10 +492,10 @@ class CommunicationBackend(abc.ABC):
         group.
 
         The thread itself waits only if it computes on the host. Otherwise it continues, and the
-        operations that it queues on the device run after the collective, even if the collective was
-        aborted and its result is undefined. Until `settle` has returned, values derived from the
-        result must therefore not be kept, sent to another rank or used as indices. Raises the same
-        errors as `Handle.wait`.
+        operations that it queues on the device run after the collective. This is also true if the
+        collective was aborted, in which case its result is undefined. Until `settle` has returned,
+        values derived from the result must therefore not be kept, sent to another rank or used as
+        indices. Raises the same errors as `Handle.wait`.
         """
         work.wait()
 
@@ -505,7 +512,7 @@ class CommunicationBackend(abc.ABC):
 
     def rest(self) -> None:  # noqa: B027
         # on the host, waiting for each collective suffices
-        """Blocks until a group that has ended has stopped reading and writing memory on a
+        """Blocks until the group, which must have ended, no longer reads or writes memory on a
         device."""
 
     # --- checks

@@ -1,9 +1,9 @@
-"""Describes one rank's part in a collective as data, checks that the parts of all ranks match, and
-executes the collective.
+"""Represents each rank's call to a collective as data, checks that the calls of all ranks match,
+and executes the collective.
 
 All of torch's variants of a collective (lists, single tensors, coalesced) are represented as lists
-of parts. Parts are usually views of the caller's tensors. This module does not communicate:
-`execute` needs the parts of all ranks in one address space.
+of tensors, called parts, which are usually views of the caller's tensors. This module does not
+communicate: `execute` needs the parts of all ranks in one address space.
 
 Reductions always add in rank order, so every backend that reduces here produces the same bits.
 """
@@ -61,7 +61,8 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
-    """Returns the factor of PREMUL_SUM, which multiplies each rank's part."""
+    """Returns the factor of PREMUL_SUM, by which each rank's tensor is multiplied before the
+    sum."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 
@@ -164,8 +165,8 @@ class Collective:
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     def check(self) -> None:
-        """Checks that the inputs can be reduced and that the outputs have their dtype. Otherwise
-        raises ValueError or InvalidRequestError."""
+        """Checks that the inputs can be reduced, and that the outputs have the same dtype as the
+        inputs. Otherwise raises ValueError or InvalidRequestError."""
         for one in self.inputs if self.op is not None else ():
             check_op(self.op, one.dtype)
         if (
@@ -206,8 +207,8 @@ def execute(calls: Sequence[Collective]) -> None:
 
     `calls`: the ranks' calls, in rank order; all must have the same signature.
 
-    Raises UnmatchedCollectiveError if the size of a part differs from what its receiver expects,
-    and ValueError if the op cannot reduce the values.
+    Raises UnmatchedCollectiveError if a rank sends a part of a different size than its receiver
+    expects, and ValueError if the op cannot reduce the values.
     """
     with torch.no_grad():
         _EXECUTIONS[calls[0].kind](calls)

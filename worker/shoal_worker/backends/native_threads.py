@@ -1,10 +1,10 @@
 """Threads of this process that run inside torch and must end before the interpreter shuts down.
 
 While the interpreter shuts down, it terminates every thread that enters Python from C++. torch's
-stack frames do not support that: the process then dies from SIGABRT (std::terminate), regardless of
-its exit status. The interpreter's exit therefore waits for the threads started here. It also waits
-until none of Gloo's threads is running, because such a thread may call a callback of a script or of
-this package.
+C++ stack frames cannot be unwound in this way: the process dies from SIGABRT (std::terminate),
+whatever its exit status would have been. The interpreter's exit therefore waits for the threads
+started here. It also waits until none of Gloo's threads is running, because such a thread may call
+a callback of a script or of this package.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _running: set[_Call] = set()
 
 
 class _Call:
-    """A function that is called on one of this module's threads."""
+    """Function to be called on one of this module's threads."""
 
     def __init__(
         self,

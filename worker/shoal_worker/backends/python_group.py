@@ -1,12 +1,13 @@
-"""Process groups that torch calls and that are written in Python.
+"""Process groups for torch that are written in Python.
 
 `NamedGroup` provides the names that torch asks for. `ForwardingGroup` passes collectives to a
 native group under their native names. `PythonGroup` converts every call into a `Collective`
 (collective.py) or a transfer between two ranks.
 
 torch calls collectives by many names: C++ code (DDP's reducer, functional collectives) uses the
-names that its trampoline supports, and Python code (dist.*, FSDP2) uses all of them. A subclass
-only implements `_issue`, `_send` and `_receive`. This module does not depend on any transport."""
+names that its trampoline supports, and Python code (dist.*, FSDP2) uses all of them. A subclass of
+`PythonGroup` only implements `_issue`, `_send` and `_receive`. This module does not depend on any
+transport."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def backend_names() -> list[str]:
 
 
 def backend_class(name: str) -> type[CommunicationBackend]:
-    """Returns the backend class called `name`. Raises ConfigurationError, which lists the known
-    backends, for any other name."""
+    """Returns the backend class called `name`. Raises ConfigurationError, whose message lists the
+    known backends, if there is none."""
     try:
         module, _, attribute = _BACKENDS[name].partition(":")
     except KeyError:

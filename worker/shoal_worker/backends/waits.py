@@ -44,7 +44,8 @@ class Waits:
 
     def hold(self, what: str | None) -> None:
         """Begins a wait for `what` that lasts until `hold(None)` is called, regardless of other
-        waits in between. A repeated call changes nothing."""
+        waits in between. A call has no effect if such a wait is already in progress, or if there is
+        none to end."""
         if (what is not None) == self._held:
             return
         self._held = what is not None
@@ -67,7 +68,8 @@ class Waits:
 
     @property
     def last(self) -> str:
-        """Purpose of the last finished wait; empty if there was none."""
+        """Description of the last finished wait: what the rank was waiting for; empty if there was
+        none."""
         return self._last
 
     @property
@@ -77,7 +79,7 @@ class Waits:
 
 
 class _Wait:
-    """Context that records an outermost wait."""
+    """Context that records a wait that is not nested in another one."""
 
     __slots__ = ("_waits", "_what")
 

@@ -1,15 +1,15 @@
-"""Gives each thread that is a rank, and the threads that it starts, their own torch.distributed
-world.
+"""Gives each thread that is a rank its own torch.distributed world, which the threads that it
+starts share.
 
 torch keeps its default group and its registry of groups in one global per process. While threads
 are ranks, that global forwards to the calling thread's world; other threads continue to use the
-process's world. The same applies to the C++ registry that functional collectives use to find groups
-(through a switch of torch's own), and to DeviceMesh: the meshes of two ranks must not be equal,
-because DTensor caches by mesh.
+process's world. The C++ registry in which functional collectives look up groups is made
+thread-local as well, by a switch that torch provides. The DeviceMeshes of two ranks are made
+unequal, because DTensor caches by mesh.
 
 A thread started by a rank, such as a thread that saves a checkpoint, uses the rank's world, as it
-would in a separate process, but not its C++ registry. A thread shared by several ranks, such as a
-thread of a global executor, uses the world of the rank that started it.
+would if the rank were a separate process, but not the rank's C++ registry. A thread shared by
+several ranks, such as a thread of a global executor, uses the world of the rank that started it.
 
 Threads: `installed` may be nested and used in several threads; the rank's own thread uses
 `entered`.
@@ -79,8 +79,8 @@ class World:
 
 
 class WorldOfThread:
-    """Forwards every attribute to the calling thread's world or, for other threads, to the
-    process's world."""
+    """Forwards each attribute access to the calling thread's world or, if the thread belongs to no
+    rank, to the process's world."""
 
     def __init__(self, processes: Any) -> None:
         object.__setattr__(self, "_processes", processes)
@@ -103,8 +103,8 @@ def own_world() -> World | None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Context in which threads can be ranks, because torch's global record of process groups
-    forwards to a separate record for each of them."""
+    """Context in which threads can be ranks: torch's global record of process groups forwards to a
+    separate record for each rank."""
     global _users
     with _lock:
         _users += 1
@@ -121,8 +121,8 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(seat: Seat | None = None) -> Iterator[None]:
-    """Context in which the calling thread is a rank. `seat`: the rank's place in a launch, if any.
-    On exit, the thread leaves all its groups."""
+    """Context in which the calling thread is a rank. On exit, the thread leaves all its groups.
+    `seat`: the rank's place in a launch, if any."""
     # Backward passes run on this thread, even for CUDA tensors, so that collectives in autograd
     # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):

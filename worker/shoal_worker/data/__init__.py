@@ -1,5 +1,5 @@
-"""The training loader: determines this rank's batches of each step from a dataset and the current
-ranks.
+"""The training loader: determines which batches of a dataset this rank trains on in each step,
+given the current ranks.
 
 Users create a `loader`, possibly from a torch DataLoader (`torch_loaders`). `sampling` determines
 the samples of a step and their distribution across ranks; `balance` measures the ranks' speeds for

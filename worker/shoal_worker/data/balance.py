@@ -1,17 +1,17 @@
 """Deals micro-batches in proportion to the ranks' speeds.
 
 Each rank measures how long it works on a micro-batch, excluding waits for peers. At the end of some
-steps (`exchanges_after`) the ranks exchange these times. If they take the steps of a round alone
-(local_sgd), they exchange them with the averages at the end of each round. From the times, all
-ranks compute the same shares: the numbers of micro-batches that let the slowest rank finish as
-early as possible. The shares apply until the generation ends; a new generation starts with equal
-shares. The shares do not affect the samples of a step or, with `deterministic=True`, its result.
-Without `deterministic=True`, measured times would make the results of two runs differ in their last
-digits, so dealing by speed must be requested.
+steps (`exchanges_after`) the ranks exchange these times. Under local_sgd, where each rank takes the
+steps of a round on its own, the times are exchanged with the averages at the end of each round.
+From the times, all ranks compute the same shares: the numbers of micro-batches that let the slowest
+rank finish as early as possible. The shares apply until the generation ends; a new generation
+starts with equal shares. The shares do not affect the samples of a step or, with
+`deterministic=True`, its result. Without `deterministic=True`, measured times would make the
+results of two runs differ in their last digits, so dealing by speed must be requested.
 
-Plain batches are always dealt evenly. With a larger share, a rank might run out of memory, and a
-loss that is not a mean over samples would depend on the share's size. Micro-batches have the same
-size on every rank. May be used only on the training thread."""
+Plain batches are always dealt evenly. If a rank got a larger plain batch, it might run out of
+memory, and a loss that is not a mean over samples would depend on the batch's size. Micro-batches,
+in contrast, have the same size on every rank. May be used only on the training thread."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def divided(items: int, costs: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def exchanges_after(steps: int) -> bool:
-    """Returns whether ranks exchange times at the end of a loader's step number `steps`, counted
-    from 1."""
+    """Returns whether ranks exchange times at the end of a loader's step. `steps`: number of the
+    loader's steps so far, including this one."""
     return steps in _EARLY_EXCHANGES or (steps > 0 and steps % _EXCHANGE_EVERY == 0)
 
 
 class Times(NamedTuple):
-    """One rank's data for an exchange of times."""
+    """One rank's contribution to an exchange of times."""
 
     seconds: float | None
     """Median time per micro-batch, in seconds; None if none was timed."""
@@ -93,7 +93,7 @@ class Times(NamedTuple):
 def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | None:
     """Computes each rank's seconds per micro-batch from the sum of all ranks' results of
     `contribution`. Returns None if a rank has no measured time. If the user has set the speed of
-    any rank, only set speeds count, and the other ranks have speed 1."""
+    any rank, measured times are ignored, and ranks without a set speed have speed 1."""
     times, timed, speeds, given = (summed[i * ranks : (i + 1) * ranks] for i in range(4))
     if any(given):
         return tuple(
@@ -105,10 +105,11 @@ def agreed_costs(summed: Sequence[float], ranks: int) -> tuple[float, ...] | Non
 
 
 def contribution(times: Times, rank: int, ranks: int) -> list[float]:
-    """Encodes one rank's contribution as numbers that are summed across ranks: four rows (time, 1
-    if there is a time, set speed, 1 if there is a set speed), each with one column per rank. Ranks
-    that process the same samples, because a model is split across them, are averaged. All numbers
-    are integers, so the sum does not depend on the order of the ranks."""
+    """Encodes one rank's contribution as numbers that are summed across ranks. They form four rows
+    with one column per rank: the rank's time, 1 if it has a time, the speed that the user has set
+    for it, and 1 if there is such a speed. All other numbers are 0. The processes of one model
+    replica have the same `rank`; their times are averaged. All numbers are integers, so the sum
+    does not depend on the order of the ranks."""
     rows = [[0.0] * ranks for _ in range(4)]
     for row, value in ((0, times.seconds), (2, times.speed)):
         if value is not None:
@@ -137,7 +138,7 @@ class Balance:
             global_batch_size: number of samples in a step.
             micro_batch_size: number of samples in a micro-batch; None: the loader deals plain
                 batches, always evenly.
-            wanted: False to deal evenly.
+            wanted: True to deal in proportion to speed; False to deal evenly.
         """
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
@@ -162,8 +163,9 @@ class Balance:
         return self._costs
 
     def share(self, step: DealtToRank, blocks: int) -> float:
-        """Returns the ratio of `blocks` micro-batches to an equal share of the step, if steps are
-        dealt by speed or have fewer micro-batches than ranks; otherwise 0."""
+        """Returns this rank's share of the step in relation to an equal share, if steps are dealt
+        by speed or may have fewer micro-batches than ranks; otherwise 0. `blocks`: this rank's
+        number of micro-batches."""
         if self._micro_batch_size is None:
             return 0.0
         ranks, items = step.placement.world_size, self._micro_batches(step)
@@ -171,15 +173,16 @@ class Balance:
         return blocks * ranks / items if self._costs is not None or too_few else 0.0
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
-        """Starts timing a micro-batch, before it is fetched. Times only the two steps before an
-        exchange, because timing synchronizes the device. An exchange at the end of a round does not
-        include the round's last step (see `offer`)."""
+        """Starts timing a micro-batch, before it is fetched. To avoid synchronizing the device in
+        every step, times only the last two steps before an exchange. An exchange at the end of a
+        round does not include the round's last step (see `offer`)."""
         steps = step.steps_before + 1 + session.steps_alone
         timed = (exchanges_after(steps) or exchanges_after(steps + 1)) and self._deals(step)
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
-        """Stops timing a micro-batch of `samples` samples, after its backward pass."""
+        """Stops timing a micro-batch of `samples` samples, after its backward pass. Ignores
+        micro-batches that are not full."""
         if self._began is None or samples != self._micro_batch_size:
             return
         if torch.cuda.is_initialized():
@@ -188,9 +191,9 @@ class Balance:
         self._timed.append(time.monotonic() - began_s - (session.waited_s - waited_s))
 
     def exchange(self, step: DealtToRank, session: LoaderSession, loader: str) -> None:
-        """Exchanges times if an exchange is due after this step. Must be called on all ranks, at a
-        time when no collective of the step is pending. If a rank fails during the exchange, the
-        shares do not change, and a new generation follows."""
+        """Exchanges times if an exchange is due after this step. Must be called on all ranks, when
+        no collective of the step is pending. If a rank fails during the exchange, the shares do not
+        change, and a new generation follows."""
         if (
             session.steps_alone
             or not exchanges_after(step.steps_before + 1)
@@ -204,10 +207,11 @@ class Balance:
             self._agree(summed, step, loader, self._micro_batches(step))
 
     def offer(self, step: DealtToRank, session: LoaderSession) -> None:
-        """Offers this rank's times for an exchange at the end of the step's round, if ranks take
-        the steps of a round alone. Called in each step, because only the engine knows which step
-        ends the round. Called before the step's first micro-batch, so that all ranks offer their
-        times even if their scripts leave the loop over micro-batches early."""
+        """Offers this rank's times for the exchange at the end of the step's round. Has an effect
+        only if ranks take the steps of a round on their own (local_sgd). Called in each step,
+        because only the engine knows which step ends the round. Called before the step's first
+        micro-batch, so that all ranks offer their times even if their scripts leave the loop over
+        micro-batches early."""
         if self._deals(step):
             self._items = self._micro_batches(step)
         # The step that ends a round may have few samples, as the last one of an epoch.
@@ -232,8 +236,8 @@ class Balance:
         return self._micro_batch_size is not None and self._wanted and step.placement.world_size > 1
 
     def _deals(self, step: DealtToRank) -> bool:
-        """Returns whether a step may be divided by speed: `_balances`, and the step has enough
-        micro-batches."""
+        """Returns whether a step may be divided by speed: `_balances` is true, and the step has
+        more micro-batches than there are ranks."""
         return self._balances(step) and self._micro_batches(step) > step.placement.world_size
 
     def _micro_batches(self, step: DealtToRank) -> int:

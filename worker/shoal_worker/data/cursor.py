@@ -2,15 +2,15 @@
 contain the position, and joiners receive it.
 
 The cursor counts samples, not steps, so that a run can continue with a different global batch size.
-It is immutable, with one method per transition.
+A `Cursor` is immutable; each of its transitions is a method that returns a new one.
 
 Inside `epochs()`, an iteration belongs to that loop's epoch. Otherwise the k-th iteration is epoch
 k, not counting iterations that are abandoned before their first commit (`next(iter(loader))`, to
 look at a batch). An iteration of a finished epoch yields nothing. An iteration of the cursor's
 epoch yields the remaining batches, and an iteration of a later epoch yields all batches. If the
 script leaves the loop over the batches early and starts the next epoch, the rest of the epoch is
-abandoned. If it leaves `epochs()` as well, the rest is not abandoned: probably a time limit has
-ended the script, and a resumed run continues in the middle of the epoch. The same applies when
+abandoned. If it leaves `epochs()` as well, for example because of a time limit, the rest is not
+abandoned, and a resumed run continues in the middle of the epoch. The same applies when
 `epochs(max_steps=...)` ends.
 
 This module does not deal samples or use the session. May be used only on the training thread.
@@ -84,7 +84,7 @@ _STATE_VERSION = 1
 
 
 class Orders(Protocol):
-    """Interface to the order of samples in each epoch."""
+    """Interface of an object that determines the order of samples in each epoch."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Orders(Protocol):
 
     @property
     def identity(self) -> str:
-        """Digest that identifies the ordered dataset."""
+        """Digest that identifies the dataset."""
         ...
 
     @property
@@ -146,7 +146,7 @@ class LoaderProgress:
 
     @property
     def next_iteration(self) -> int:
-        """Epoch of an iteration that begins now."""
+        """Epoch that an iteration belongs to if it begins now."""
         return self._next_epoch if self.within is None else self.within
 
     def is_past(self, epoch: int) -> bool:
@@ -155,12 +155,14 @@ class LoaderProgress:
 
     @property
     def has_all_steps(self) -> bool:
-        """True if the run has committed all steps of the enclosing loop over `epochs()`."""
+        """True if the run has committed as many steps as the enclosing loop over `epochs()` allows
+        (`max_steps`)."""
         return self.max_steps is not None and self.cursor.global_step >= self.max_steps
 
     @property
     def takes_last_step(self) -> bool:
-        """True if the next commit is the last one in the enclosing loop over `epochs()`."""
+        """True if the next commit completes the `max_steps` of the enclosing loop over
+        `epochs()`."""
         return self.max_steps is not None and self.cursor.global_step + 1 >= self.max_steps
 
     def move_to(self, epoch: int) -> None:
@@ -170,8 +172,8 @@ class LoaderProgress:
             self.cursor = self.cursor.at_epoch(epoch)
 
     def take_part(self, epoch: int) -> None:
-        """Records that a step of `epoch` begins, and therefore that the script has reached the
-        epoch at which the loaded state continues."""
+        """Records that a step of `epoch` begins. This means that the script has reached the epoch
+        at which a loaded state continues, and has no more iterations to skip."""
         self.move_to(epoch)
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
@@ -225,10 +227,10 @@ class LoaderProgress:
         }
 
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
-        """Reads and checks a captured state, for `take`.
+        """Checks a captured state, and returns the position that it contains, for `take`.
 
-        `loader`: name of the loader, for errors. `leased`: True if the loader leases batches; its
-        cursor is then always at the beginning of an epoch.
+        `loader`: name of the loader in error messages. `leased`: True if the loader leases batches;
+        its cursor is then always at the beginning of an epoch.
 
         Raises:
             CorruptDataError: this is not a loader's state, or it is from a newer release.

@@ -1,11 +1,11 @@
 """Creates batches from dataset indices, in this process or ahead of time in worker processes.
 
 Without data workers, a batch is created when it is fetched. Data workers (and pinned memory) use
-torch's DataLoader, with a feed of requests as its `batch_sampler`. Each fetch passes the request
-that it needs. If that request is the next in the feed, the batch is ready or in progress. Otherwise
-(the ranks have changed, or a step is repeated) the batches made ahead are dropped, and the feed
-restarts at the request, with the same worker processes. Workers are forked at the first fetch and
-again after each `close`. The loader calls `close` at the end of an epoch, so that workers see
+torch's DataLoader, with a feed of requests as its `batch_sampler`. Each fetch asks for the batch of
+one request. If that request is the next in the feed, its batch is ready or in progress. Otherwise
+(because the ranks have changed, or a step is repeated) the batches made ahead are dropped, and the
+feed restarts at the request, with the same worker processes. Workers are forked at the first fetch
+and again after each `close`. The loader calls `close` at the end of an epoch, so that workers see
 changes to the dataset between epochs, as with a plain DataLoader.
 
 Worker processes are forked, so they have copies of the session's channels and sockets, which they
@@ -47,8 +47,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the global random generators of torch, NumPy and Python from `key`. The random numbers
-    differ from the numbers that training draws with the same key."""
+    """Seeds the global random generators of torch, NumPy and Python from `key`. The resulting
+    random numbers differ from those that training draws with the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -168,8 +168,8 @@ class Fetcher:
 
 
 class _Feed:
-    """Batch sampler for torch's DataLoader whose requests can be replaced at any time. Tracks the
-    requests in progress."""
+    """Batch sampler for torch's DataLoader whose requests can be replaced at any time. Keeps track
+    of the requests in progress."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())

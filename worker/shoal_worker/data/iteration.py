@@ -1,14 +1,16 @@
 """The user's loops over a training loader: over epochs, over steps, and over batches.
 
-Before each step, an iteration requests a step boundary from the session, and then takes the step
-for the rank's placement from the `Supply`. The iteration ends when the run has passed its epoch or
-stops. `cursor.py` determines an iteration's epoch. Before the first boundary, the loader is
-registered with its session, which also names it if it has no name.
+Before each step, an iteration asks the session for a step boundary. The session returns this rank's
+placement (its rank, the world size and the generation), for which the `Supply` then deals the step.
+The iteration ends when the run has passed the iteration's epoch or stops. `cursor.py` determines
+the epoch of an iteration. Before the first boundary, the loader is registered with its session, and
+gets a name if it has none.
 
-This module owns the state of the current iteration, a flag that shows whether the last one was
-stopped, and the loader's name. The loader is passed as `source` and never stored, so only running
-loops refer to it. The session is referenced weakly, because an iteration may be closed while the
-process exits. Everything runs on the thread of the user's training loop.
+This module owns the loader's name, the state of the current iteration, and a flag that shows
+whether the last iteration was stopped. The loader is passed to methods as `source` and never
+stored, so only loops in progress refer to it. The session is referenced weakly, because an
+iteration may be closed while the process exits. Everything runs on the thread of the user's
+training loop.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
 
 
 def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> list[float]:
-    """Returns the weights of parts of a batch. `rows`: number of rows in each part.
+    """Splits a batch into parts along its rows, and returns the weight of each part according to
+    `weight_fn`. `rows`: number of rows in each part.
 
     Raises:
         ConfigurationError: the batch cannot be split in this way, or the parts' weights do not add
@@ -143,8 +146,9 @@ class Delivery:
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
         """Returns the step for the user's loop. With micro-batches, also reports this rank's share
-        to the session. Otherwise the share is reported together with the batch, because its weight
-        may be computed from the batch."""
+        of the step (such as its number of micro-batches) to the session. Without micro-batches, the
+        share is reported when the batch is created, because its weight may be computed from the
+        batch."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -218,8 +222,8 @@ class Delivery:
             self._balance.exchange(dealt, session, loader)
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
-        """Warns that this rank gets few samples in a step, and of the consequence. Each consequence
-        is logged once."""
+        """Warns that a step has too few samples for the ranks, and names the consequence for this
+        rank. Each consequence is logged only once."""
         if consequence in self._warned:
             return
         self._warned.add(consequence)
@@ -294,7 +298,8 @@ class Introduction:
 
     @property
     def met(self) -> LoaderSession | None:
-        """Session that the loader was last registered with, if it still exists."""
+        """The session with which the loader was last registered; None if there is none or it no
+        longer exists."""
         return self._session() if self._session is not None else None
 
 
@@ -410,7 +415,8 @@ class Iterations:
         return _NOTHING_LEFT.format(source.name) if nothing else None
 
     def acknowledge(self) -> None:
-        """Acknowledges finished batches when the loop ends. Logs a warning if that fails."""
+        """Reports finished leased batches to the coordinator when the loop ends. Logs a warning if
+        that fails."""
         session = self._introduction.met
         if session is None:
             return
@@ -425,8 +431,9 @@ class Iterations:
             )
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
-        """Yields the steps of an epoch. `began`: receives the number of steps committed before this
-        iteration's first step. A joiner knows this number only after its step boundary.
+        """Yields the steps of an epoch. `began`: list to which the number of steps committed before
+        this iteration's first step is appended. A joiner knows this number only after its first
+        step boundary.
         """
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
@@ -462,8 +469,8 @@ class Iterations:
             self._pass_over(source)
 
     def _note_end(self, epoch: int) -> None:
-        """Records whether an iteration of `epoch` ended in the middle of the epoch because the loop
-        had taken all its steps."""
+        """Records whether an iteration of `epoch` ended in the middle of the epoch, because the run
+        had reached the `max_steps` of the loop over epochs."""
         progress = self._progress
         self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
 
@@ -474,8 +481,8 @@ class Iterations:
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
         """Returns whether `epoch` has ended on this rank: the run has finished or abandoned the
-        epoch, the loop has taken all its steps, or this rank is a joiner whose peers are in a
-        different epoch."""
+        epoch or has reached `max_steps`, or this rank is a joiner whose peers are in a different
+        epoch."""
         return (
             self._progress.is_past(epoch)
             or self._progress.has_all_steps
@@ -507,9 +514,10 @@ _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
 
 
 def _left_by_for() -> bool:
-    """Returns whether a `for` statement is closing the calling generator. If so, no code of the
-    script has run since the loop's body. In contrast, an iterator used with `next()` is closed when
-    the script drops it, perhaps much later."""
+    """Returns whether the calling generator is being closed by a `for` statement that the script
+    has left, for example with `break`. If so, no code of the script has run since the loop's body.
+    In contrast, an iterator used with `next()` is closed when the script drops it, perhaps much
+    later."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frame = frame.f_back

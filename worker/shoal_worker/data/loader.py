@@ -1,11 +1,12 @@
-"""The training loader that users create: its arguments, its role as the session's source of steps,
-and the ways to iterate over it.
+"""The training loader that users create: its arguments, the interface through which the session
+takes steps from it, and the ways to iterate over it.
 
 The following modules do the work. All their state belongs to the thread of the user's training
 loop:
 
 - `cursor.py`: the cursor and the count of epochs.
-- `step_batches.py`: this rank's part of the current step, dealt by `sampling.py`; or the leases.
+- `step_batches.py`: this rank's part of the current step, as dealt by `sampling.py`, or its leased
+  batches.
 - `iteration.py`: the running loops, and the loader's name and session. It passes a step's batches,
   created by `fetch.py`, to the script's loop.
 
@@ -87,8 +88,8 @@ class EvaluationBatches:
         return (batch for _, batch in self.read(range(len(self))))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields (number, batch) for the given numbers, in order. Data workers, if any, create the
-        batches ahead."""
+        """Yields (number, batch) for the given batch numbers, in order. Data workers, if any,
+        create the batches ahead."""
         wanted = [(number, self._request(number)) for number in numbers]
         try:
             for place, (number, request) in enumerate(wanted):
@@ -119,13 +120,13 @@ class EvaluationBatches:
 
 class ElasticDataLoader:
     """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once per
-    epoch, with a constant global batch.
+    epoch, in global batches of constant size.
 
     There are three forms. With `global_batch_size` alone, `for batch in loader` runs one step per
     iteration, and each rank gets its part of the global batch. With `micro_batch_size`, use `for
     step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), complete batches are
-    leased first come, first served. `train=False` creates a loader for `evaluate`; iterating over
-    such a loader directly yields every batch on this rank.
+    leased to workers, first come, first served. `train=False` creates a loader for `evaluate`;
+    iterating over such a loader directly yields every batch on this rank.
     """
 
     def __init__(
@@ -148,11 +149,11 @@ class ElasticDataLoader:
         look_ahead: bool = False,
         balance: bool = False,
     ) -> None:
-        """
-        Args:
+        """Args:
             dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
-                takes a list of indices); or a stream: an `IterableDataset`, which every rank reads
-                completely but trains on only in part, or a `ShardedStream` (docs/streams.md).
+                takes a list of indices); or a stream, which is an `IterableDataset` or a
+                `ShardedStream` (docs/streams.md). Every rank reads all items of an
+                `IterableDataset`, but trains on only some of them.
             global_batch_size: number of samples in a step, in total over all ranks, regardless of
                 their number.
             micro_batch_size: number of samples in a micro-batch; ranks are then dealt complete
@@ -179,8 +180,8 @@ class ElasticDataLoader:
                 other streams, only one process is allowed. Batches of streams are always assembled
                 in the loop.
             pin_memory: True to put batches in page-locked memory, if there is an accelerator.
-            weight_fn: function that returns a batch's weight in the mean over the step, for example
-                its number of unmasked tokens; None: the weight is the number of samples.
+            weight_fn: function that returns the weight of a batch in the mean over the step, for
+                example its number of unmasked tokens; None: the weight is the number of samples.
             name: name that identifies the loader in checkpoints; must be the same on every rank and
                 after a restart. None: loaders are numbered in order of construction.
             balance: True to deal micro-batches in proportion to the ranks' measured speeds
@@ -352,10 +353,10 @@ class ElasticDataLoader:
             train: False for an evaluation loader.
 
         Raises:
-            ConfigurationError: the loader has a batch_sampler other than torch's `BatchSampler`, a
-                DistributedSampler, a worker_init_fn, a `multiprocessing_context` that differs from
-                the process's default, or an `__iter__` of its own, or `ElasticDataLoader` rejects
-                its arguments.
+            ConfigurationError: the DataLoader has a batch_sampler other than torch's
+                `BatchSampler`, a DistributedSampler, a worker_init_fn, a `multiprocessing_context`
+                that differs from the process's default, or an `__iter__` of its own. Or its
+                arguments are invalid for an `ElasticDataLoader`.
         """
         arguments = arguments_of(loader, "from_dataloader")
         if global_batch_size is not None:
@@ -453,8 +454,8 @@ class ElasticDataLoader:
     @property
     def global_step(self) -> int:
         """Number of steps committed so far, over all epochs. Use this number to do something every
-        k steps, because it is the same on all ranks, including ranks that joined later. In the
-        leased form, counts only this rank's steps."""
+        k steps, because it is the same on all ranks, including ranks that joined later. With
+        `batch_size`, counts only this rank's steps."""
         return self._progress.cursor.global_step
 
     @property
@@ -465,8 +466,8 @@ class ElasticDataLoader:
 
     def __len__(self) -> int:
         """Returns the number of steps in a complete epoch, which does not depend on the number of
-        ranks. In the leased form, returns the number of batches over all ranks; for evaluation, the
-        number of batches.
+        ranks. With `batch_size`, returns the number of batches over all ranks. For an evaluation
+        loader, returns the number of its batches.
 
         Raises:
             TypeError: the loader reads a stream, which has no known length.
@@ -485,9 +486,10 @@ class ElasticDataLoader:
     # ------------------------------------------------------------------------ for the training loop
 
     def epochs(self, n: int | None = None, *, max_steps: int | None = None) -> Iterator[int]:
-        """Yields epoch numbers from the run's current position (which is not 0 after a resume or in
-        a joiner) up to `n` - 1, or until the run has committed `max_steps` steps: `for epoch in
-        loader.epochs(90)`, or `for epoch in loader.epochs(max_steps=10_000)`.
+        """Yields epoch numbers up to `n` - 1, or until the run has committed `max_steps` steps.
+        Begins with the run's current epoch, which may be greater than 0 after a resume or in a
+        joiner. Examples: `for epoch in loader.epochs(90)`, or `for epoch in
+        loader.epochs(max_steps=10_000)`.
 
         Ends early when the job is stopped.
 
@@ -495,7 +497,7 @@ class ElasticDataLoader:
             n: number of epochs. None: no limit.
             max_steps: value of `global_step` at which the loop ends, possibly in the middle of an
                 epoch. A resumed run with a larger value continues in that epoch. Steps before a
-                resume count; aborted steps do not. In the leased form, number of batches over all
+                resume count; aborted steps do not. With `batch_size`, counts the batches of all
                 ranks. With both arguments, the loop ends at the first limit that is reached.
 
         Raises:
@@ -521,7 +523,7 @@ class ElasticDataLoader:
         iterations, not the run's steps; use `global_step` to count steps.
 
         Raises:
-            ConfigurationError: the loader has micro-batches; iterate `steps()`.
+            ConfigurationError: the loader has micro-batches; iterate over `steps()` instead.
         """
         if self._evaluation is not None:
             return iter(self._evaluation)
@@ -540,11 +542,11 @@ class ElasticDataLoader:
 
     @property
     def batch_weight(self) -> float:
-        """Weight, in the mean over its step, of the last batch that this rank received: its number
-        of samples, or the result of `weight_fn`.
+        """Weight of the last batch that this rank received, in the mean over the batch's step: its
+        number of samples, or the result of `weight_fn`.
 
-        The weight of a stand-in is 0: in a step with fewer samples than ranks, a rank without
-        samples gets a copy of another rank's samples. Sums over batches should therefore multiply
+        In a step with fewer samples than ranks, a rank without samples gets a copy of another
+        rank's samples as a stand-in, whose weight is 0. Sums over batches should therefore multiply
         by this weight, as in `total += loss.detach() * loader.batch_weight`, not by the length of
         the batch.
         """
@@ -555,8 +557,8 @@ class ElasticDataLoader:
         """Returns the batch that this rank will probably get next, so that the script can prepare
         for it (for example with `table.prefetch(...)`). Must be called inside the loop. Returns
         None if the epoch has no further batch, or the next batch is not known (with `batch_size`,
-        unless the loader has `look_ahead` or data workers). The batch is created once in this
-        process; data workers create it again."""
+        unless the loader has `look_ahead` or data workers). The batch is created in this process;
+        data workers, if any, create it again for training."""
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 

@@ -1,9 +1,9 @@
 """Records every sample that is passed to a training loop and every committed step, and audits these
 records.
 
-Training only writes the record; the audit checks it afterwards. There is one file of JSON lines per
-member, `<member_id>.jsonl`. Each line is a single write to a file opened with O_APPEND, so written
-lines survive a SIGKILL. The audit tolerates an incomplete last line.
+Training only writes the records; the audit checks them afterwards. There is one file of JSON lines
+per member, `<member_id>.jsonl`. Each line is a single write to a file opened with O_APPEND, so
+written lines survive a SIGKILL. The audit tolerates an incomplete last line.
 
     {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first",
      "samples": [...], "expected", "dataset", "drawn"}
@@ -15,11 +15,11 @@ lines survive a SIGKILL. The audit tolerates an incomplete last line.
         already received the batch's push from another member
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's
-order; empty for a stand-in batch. `begin` is the step's first position, and `index` is the number
-of the micro-batch (or the rank). `expected` is the number of samples in a complete epoch, and
-`dataset` is the dataset's length. `drawn` is true if a sampler determined the order. For a stream,
-`samples` are positions, or (shard << 32) + the index in the shard; `dataset` is -1, and `expected`
-grows until the stream's end is known.
+order; empty for a stand-in batch. `begin` is the step's first position, and `index` is the index of
+the micro-batch in the step (without micro-batches, the rank). `expected` is the number of samples
+in a complete epoch, and `dataset` is the dataset's length. `drawn` is true if a sampler determined
+the order. For a stream, `samples` are positions, or (shard << 32) + the index in the shard;
+`dataset` is -1, and `expected` grows until the stream's end is known.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Audits all records of one job in `directory`.
 
-    A step counts if a rank committed it and no later generation went back to a position before it:
+    A step counts if a rank committed it and no later generation resumed from an earlier position:
     the first position that a generation commits invalidates everything that earlier generations
-    committed from that position on. A step's samples are all samples passed to any member for that
-    step in that generation. A leased batch counts once for each member that finished it and was the
-    first to push it. If there is no such member, because the first member died after its push, the
-    batch counts once.
+    committed from that position on. The samples of a step are all samples that were passed to any
+    member for this step in this generation. A finished leased batch counts once for each member
+    that was the first to push it, according to its record. If no member was, because the one that
+    pushed first died after its push, the batch counts once.
 
     Raises:
         ConfigurationError: `directory` does not exist.

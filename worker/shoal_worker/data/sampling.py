@@ -104,11 +104,11 @@ class EpochPlan:
 
         In a step without micro-batches, each rank gets one contiguous part, possibly empty, and
         parts differ by at most one sample. If the step is incomplete, each part has either at least
-        `least` samples or none, and the highest ranks get none. (This does not apply if even a
-        complete step has fewer than `least` samples per rank.) With micro-batches, each rank gets
-        adjacent micro-batches, possibly none, and their numbers differ by at most one. Lower ranks
-        get the larger parts. `costs`: each rank's seconds per micro-batch; if given, `divided`
-        determines the numbers of micro-batches by speed."""
+        `least` samples or none, and the ranks without samples are the highest ones. (This does not
+        apply if even a complete step has fewer than `least` samples per rank.) With micro-batches,
+        each rank gets adjacent micro-batches, possibly none, and their numbers differ by at most
+        one. Lower ranks get the larger parts. `costs`: each rank's seconds per micro-batch; if
+        given, each rank's number of micro-batches depends on its speed (`balance.divided`)."""
         if not 0 <= rank < world_size:
             raise ConfigurationError(
                 f"rank={rank}: expected 0 to {world_size - 1} with world_size={world_size}"
@@ -217,8 +217,8 @@ class EpochOrders:
         return self._sampler is not None
 
     def length(self, epoch: int) -> int:
-        """Returns the number of samples in an epoch. Draws the order if the sampler has no
-        length."""
+        """Returns the number of samples in an epoch. If there is a sampler that has no length,
+        draws the epoch's order."""
         if self._sampler is None:
             return self.dataset_length
         length = getattr(self._sampler, "__len__", None)

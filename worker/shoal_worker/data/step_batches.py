@@ -1,11 +1,11 @@
-"""Sources of a loader's next step. A step is either dealt, so that each rank gets its own part, or
-leased first come, first served.
+"""Supplies a loader with its next step. A step is either dealt, so that each rank gets a part of
+it, or is a batch leased to one member, first come, first served.
 
-This module owns the leases, and the step that has been dealt to this rank and is not committed yet.
-A lease is a batch that this member took first come, first served; it ends when the batch is
-finished, or when it is returned because the script left the loop. The module moves the cursor of
-the `LoaderProgress` when a step commits, or when an epoch turns out to have no further step. It
-does not fetch samples. May be used only on the training thread.
+This module owns this member's leased batches, and the step that has been dealt to this rank and is
+not committed yet. A lease ends when its batch is finished, or when the batch is returned because
+the script has left the loop. The module moves the cursor of the `LoaderProgress` when a step
+commits, or when an epoch turns out to have no further step. It does not fetch samples. May be used
+only on the training thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from shoal_worker.state.digest import DRAWN
 
 @dataclass(kw_only=True)
 class DealtStep:
-    """A step dealt to this rank. It lasts until the step commits or the next step boundary."""
+    """A step dealt to this rank. It is valid until the step is committed, or until the next step
+    boundary."""
 
     placement: Placement
     epoch: int
@@ -60,8 +61,8 @@ class DealtStep:
 def dealt_by(
     plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement, balance: Balance
 ) -> DealtStep:
-    """Deals the step that begins at `cursor` and consists of `positions`. Returns the part of
-    `placement`'s rank."""
+    """Deals the step that begins at `cursor` and consists of `positions`. Returns the part that
+    belongs to the rank in `placement`."""
     rank, world_size, costs = placement.rank, placement.world_size, balance.costs(placement)
     return DealtStep(
         placement=placement,
@@ -75,9 +76,9 @@ def dealt_by(
 
 
 class Step:
-    """One global batch, from `ElasticDataLoader.steps()`. Iterating over it yields this rank's
-    micro-batches, possibly none; without `micro_batch_size`, this rank's single batch. Can be
-    iterated only once."""
+    """One global batch, as yielded by `ElasticDataLoader.steps()`. Iterating over it yields this
+    rank's micro-batches, possibly none; without `micro_batch_size`, this rank's single batch. Can
+    be iterated only once."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
@@ -179,13 +180,13 @@ class Dealer:
         }
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Returns `request` and all later requests of its rank in the epoch, provided that the
-        ranks do not change."""
+        """Yields `request`, and then the requests that this rank will make in the rest of the epoch
+        if the ranks do not change."""
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
-        """Returns the requests for the batches of `numbers`. Like the iterator `numbers`, the
-        result may yield further items after it has been exhausted."""
+        """Yields the requests for the leased batches with these numbers. If `numbers` is an
+        iterator that can yield further items after it has been exhausted, so is the result."""
 
         def whole(number: int) -> Request:
             step = self.leased(dealt.epoch, number, dealt.placement)
@@ -222,7 +223,7 @@ class LeasedBatches:
     """Leased batches of one epoch. May be used by only one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
-        """`ahead`: number of leases to have at the same time, so that data workers stay busy."""
+        """`ahead`: number of leases to hold at the same time, so that data workers stay busy."""
         self.epoch = epoch
         self.done = False
         """True if every batch of the epoch is finished, on any member."""
@@ -260,29 +261,30 @@ class LeasedBatches:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Leased batches that follow the batch returned last, in order."""
+        """Leased batches that come after the batch returned last by `take`, in order."""
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """Yields the batch returned last, then the other leased batches in order, and then batches
-        that are leased later. May yield further batches after it has been exhausted."""
+        """Yields the batch returned last by `take`, then the other leased batches in order. After
+        the iterator has been exhausted, it yields further batches if more have been leased
+        since."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
         return _Drain(self._announced)
 
     def finish(self) -> None:
-        """Marks the batch returned last as finished. The coordinator is notified with the next
-        lease."""
+        """Marks the batch returned last by `take` as finished. The coordinator is notified with the
+        next request for a lease."""
         assert self._current is not None
         self._finished.append(self._current)
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
         """Reports finished batches to the coordinator when the script leaves the loop, because
-        there may be no further lease. Returns all other batches except the current one, which may
-        still be finished. In the middle of a round of inner steps, the current batch is returned
-        too."""
+        there may be no further request for a lease. Gives up the leases of all other batches,
+        except that of the current batch, which may still be finished. In the middle of a round of
+        inner steps, gives up the lease of the current batch too."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
@@ -322,7 +324,7 @@ class _Drain:
 
 
 class Supply(abc.ABC):
-    """Deals one step after another. A step is dealt again until it is committed."""
+    """Deals one step after another. If a step is not committed, the same step is dealt again."""
 
     leased: ClassVar[bool] = False
 
@@ -338,8 +340,8 @@ class Supply(abc.ABC):
 
     @abc.abstractmethod
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """Returns the request for the batch of `block` in the step `dealt`. For a block without
-        samples, the request is for a stand-in."""
+        """Returns the request for the batch of `block` in the step `dealt`. If the block has no
+        samples, requests a stand-in, which is a copy of other samples with weight 0."""
 
     @abc.abstractmethod
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
@@ -362,7 +364,7 @@ class Supply(abc.ABC):
         data or drawing the order."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """Returns values that, in addition to the loader's arguments, determine the batches. They
+        """Returns the values that determine the batches in addition to the loader's arguments. They
         must be the same on all ranks. JSON-able. Returns the same object as long as the values are
         unchanged."""
         return {}
@@ -421,8 +423,8 @@ class Supply(abc.ABC):
 
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
         # most supplies have nothing to report
-        """Reports finished batches when the script leaves the loop, because there may be no further
-        lease. Raises ShoalError if the report fails."""
+        """Reports finished leased batches when the script leaves the loop, because there may be no
+        further request for a lease. Raises ShoalError if the report fails."""
 
     def capture(self) -> dict[str, Any]:
         """Returns the loader's state except the cursor. JSON-able."""
@@ -430,9 +432,9 @@ class Supply(abc.ABC):
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
         # most supplies have no state in addition to the cursor
-        """Loads the result of `capture`. The caller has checked the cursor in `state`, and loads it
-        afterwards. If this method raises CorruptDataError or ConfigurationError, nothing has
-        changed."""
+        """Loads the result of `capture`. The caller must have checked the cursor in `state`, and
+        must load it afterwards. If this method raises CorruptDataError or ConfigurationError,
+        nothing has changed."""
 
 
 class IndexedSupply(Supply):
@@ -466,8 +468,8 @@ class DealtSupply(IndexedSupply):
     """Supply that deals every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """Implements `Supply.take`. `drop_last` may omit the samples after the cursor if the run
-        had a different batch size before."""
+        """Implements `Supply.take`. If the run had a different batch size before, `drop_last` may
+        omit all samples after the cursor."""
         self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
             self._progress.end_epoch()
@@ -499,7 +501,7 @@ class LeasedSupply(IndexedSupply):
     leased = True
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
-        """`ahead`: number of leases to have at the same time."""
+        """`ahead`: number of leases to hold at the same time."""
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
@@ -551,8 +553,7 @@ class LeasedSupply(IndexedSupply):
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
-        """Implements `Supply.reset`. Leases become invalid unless they belong to the new cursor's
-        epoch."""
+        """Implements `Supply.reset`. Drops leases that do not belong to the new cursor's epoch."""
         super().reset()
         if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None

@@ -1,8 +1,8 @@
 """Converts the arguments of a torch DataLoader into the arguments of Shoal's loader.
 
-The arguments that only affect the operation of torch's data workers (`prefetch_factor`,
-`persistent_workers`, `in_order`, `timeout`, `pin_memory_device`) have no counterpart. The table in
-docs/guides/data-sources.md shows how each argument is converted.
+Arguments that only affect how torch's data workers operate (`prefetch_factor`,
+`persistent_workers`, `in_order`, `timeout`, `pin_memory_device`) have no counterpart in Shoal's
+loader. The table in docs/guides/data-sources.md shows how each argument is converted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
 
     Args:
         loader: a torch DataLoader.
-        what: name of the DataLoader in errors.
+        what: name of the DataLoader in error messages.
 
     Raises:
         ConfigurationError: `loader` is not a DataLoader, or has batches, an order or data workers
@@ -61,7 +61,7 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
 
 
 def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns the loader arguments that give the same order as the DataLoader's sampler.
+    """Returns the arguments with which Shoal's loader uses the order of the DataLoader's sampler.
 
     Raises:
         ConfigurationError: the batches are formed by the dataset or by an unsupported batch
@@ -103,7 +103,7 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
 
 
 def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:
-    """Returns the argument `seed` from the random generator that the script passed to the
+    """Returns {"seed": ...}, taken from the random generator that the script passed to the
     DataLoader or its sampler; an empty dict if it passed none."""
     generators = [loader.generator]
     if not type(sampler).__module__.startswith(_STATEFUL):
@@ -117,7 +117,7 @@ def seed_of(loader: DataLoader[Any], sampler: Any) -> dict[str, int]:
 
 
 def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the loader arguments that control how batches are created from samples."""
+    """Returns the arguments that control how Shoal's loader creates batches from samples."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

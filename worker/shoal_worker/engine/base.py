@@ -1,14 +1,14 @@
-"""Interface and defaults of engines. An engine trains and stores a strategy's model, behind the
-public `ShardedModel` and `ShardedOptimizer`.
+"""Interface and defaults of engines. An engine stores and trains the model of a strategy. It
+implements the public `ShardedModel` and `ShardedOptimizer`.
 
 There are four engines: `replicated/engine.py` (every rank has the full model), `sharding/engine.py`
 (tensors are sharded across the ranks), `mesh/engine.py` (layers and stages are on different ranks)
 and `asynchronous/engine.py` (parameters are on parameter servers). A strategy declares its engine
 and the engine's options (`strategies/declaration.py`).
 
-The user's model and optimizer forward their calls to the engine, and the session calls it as a
-`TrainingEngine`. All methods run on the training thread, except hooks of a backward pass, which run
-on torch's autograd thread while the training thread waits.
+`ShardedModel` and `ShardedOptimizer` forward the user's calls to the engine, and the session calls
+the engine through the interface `TrainingEngine`. All methods run on the training thread, except
+hooks of a backward pass, which run on torch's autograd thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class Engine(TrainingEngine):
         return method
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or the method selected for this pass. Calls nested in a pass always use
-        `forward`."""
+        """Calls the module, or the method that `entering` has selected for this pass. Calls nested
+        in the pass always use `forward`."""
         call, self._entry = self._entry or self._setup.call, None
         return call(*args, **kwargs)
 
@@ -185,7 +185,7 @@ class Engine(TrainingEngine):
         return module.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Returns a context for computing the loss from sharded outputs
+        """Returns a context for computing a loss from outputs that are sharded across ranks
         (`ShardedModel.loss_parallel`)."""
         return nullcontext()
 
@@ -194,7 +194,7 @@ class Engine(TrainingEngine):
         """Reduces the step's gradients across ranks (`ShardedModel.synchronize_gradients`)."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Clears the gradients of the current step. `clear`: torch's own method, which clears
+        """Clears the gradients of the current step. `clear`: torch's own `zero_grad`, which clears
         gradients in `.grad`."""
         clear()
 
@@ -231,8 +231,8 @@ class Engine(TrainingEngine):
 
     def check_values_here(self, call: str, instead: str) -> None:
         """Checks that this rank has the values of all parameters; otherwise raises
-        PreconditionError. `call`, `instead`: the user's call that needs these values, and an
-        alternative call. Both are named in the error."""
+        PreconditionError. `call`, `instead`: for the error message, the user's call that needs
+        these values, and an alternative to it."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
@@ -277,7 +277,7 @@ class Engine(TrainingEngine):
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes())
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Replaces parameter values, on all ranks (`ShardedModel.with_parameters`)."""
+        """Replaces the values of parameters on all ranks (`ShardedModel.with_parameters`)."""
         own = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, value in self.agreed(
@@ -287,7 +287,8 @@ class Engine(TrainingEngine):
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
         """Returns the result of `read` after checking that it is the same on all ranks that train
-        this model (`parameters.agreed`). For a clone of the model, the result is not checked."""
+        this model (`parameters.agreed`). For a clone of the model, the result is not checked.
+        `kind`: the user's call, for error messages."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
@@ -296,8 +297,8 @@ class Engine(TrainingEngine):
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy of the unsharded module with its current values. `remake`: creates a
-        `ShardedModel` of the same strategy from a module."""
+        """Returns a copy of the unsharded module with its current values. `remake`: function that
+        creates a `ShardedModel` of the same strategy from a module."""
         state = self._unsharded_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
@@ -333,21 +334,21 @@ class Engine(TrainingEngine):
         """Ends the step, and returns its outcome.
 
         Args:
-            update: function of `ShardedOptimizer` that updates the model. `apply` calls it if the
-                step is committed. It calls `scale_gradients` of this engine to undo a GradScaler's
-                scale, and then `step_optimizer`.
+            update: function of `ShardedOptimizer` that updates the model; called by `apply` if the
+                step is committed. The function calls this engine's `scale_gradients` to undo a
+                GradScaler's scale, and then its `step_optimizer`.
             scaled: True if the gradients are still multiplied by a GradScaler's scale.
             inspected: True if a GradScaler has checked the gradients for infinities."""
         return self._session.lifecycle.finish_step(partial(self.apply, update))
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Calls `update`, with this rank's gradients available to the optimizer. Called once the
-        step is committed."""
+        """Makes this rank's gradients available to the optimizer and calls `update`. Called once
+        the step is committed."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Runs the step of the user's optimizer. If the gradients are not `usable`, the parameters
-        stay unchanged, but the step counts."""
+        """Runs the step of the user's optimizer. If the gradients are not `usable`, leaves the
+        parameters unchanged; the step is committed nevertheless."""
         assert self.optimizer is not None
         if usable:
             self.optimizer.step()
@@ -355,16 +356,16 @@ class Engine(TrainingEngine):
             self.skip()
 
     def note_scaler(self, name: str) -> None:
-        """Records which registered GradScaler has stepped the optimizer in a committed step.
-        `name`: name of the scaler; empty: no scaler."""
+        """Records the name of the registered GradScaler that has stepped the optimizer in a
+        committed step; empty if it was stepped without a scaler."""
 
     def skip(self) -> None:
-        """Records that a committed step has no update, because a GradScaler found its gradients
-        unusable. Called on all ranks or on none."""
+        """Records that a committed step leaves the parameters unchanged, because a GradScaler found
+        infinities in its gradients. Called on all ranks or on none."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
         """Calls `apply` in a step of several models, before the step's outcome is known. Returns
-        the update, for `exchange_update`, which can undo it."""
+        the update, which can be undone with `exchange_update`."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
@@ -375,10 +376,10 @@ class Engine(TrainingEngine):
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
-        """Freezes the model after its own update in a step of several models. Gradients still pass
+        """Freezes the model after its own update in a step of several models. Gradients still flow
         through the module to other models, but its own parameters receive none. Returns a function
-        that unfreezes the model and restores the buffers to their values at the call to
-        `freeze`."""
+        that unfreezes the model and restores the buffers to the values that they had when `freeze`
+        was called."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
@@ -396,13 +397,13 @@ class Engine(TrainingEngine):
         """Makes the engines of several attached models use the same mesh of ranks."""
 
     def fetch_put_back(self) -> None:
-        """Gathers unsharded values again from the ranks that own them, after updates of the current
-        step have been undone on all ranks. Must be called on all ranks. If it fails, the step is
-        marked as failed."""
+        """Gathers the values of unsharded parameters again from the ranks that own them, after
+        updates of the current step have been undone on all ranks. Must be called on all ranks. If
+        it fails, the step is marked as failed."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass while none of its parameters requires a gradient. Its
-        backward pass does not reduce gradients."""
+        """Runs the module's forward pass while none of the module's parameters requires gradients.
+        The backward pass then does not reduce gradients."""
         return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
@@ -417,8 +418,8 @@ class Engine(TrainingEngine):
 
     @property
     def changing_buffers(self) -> bool:
-        """True if the module has buffers whose changes must be combined across ranks. Only used
-        with several models."""
+        """True if the module has buffers whose changes must be combined across ranks. Used only if
+        the run trains several models."""
         return False
 
     def scale_gradients(self, scale: float) -> None:
@@ -515,6 +516,6 @@ class Engine(TrainingEngine):
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:
-        """Checks that an entry of the optimizer's state can be sent to peers; otherwise raises
-        ConfigurationError."""
+        """Checks that `value`, the entry `key` of the optimizer's state, can be sent to peers;
+        otherwise raises ConfigurationError."""
         flatten({key: value})

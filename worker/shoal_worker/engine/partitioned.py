@@ -1,16 +1,16 @@
-"""Base of engines whose ranks need not have the full model: the end of a step, and operations
-between steps.
+"""Base of engines in which a rank need not have the full model. Implements the end of a step, and
+operations between steps.
 
 `sharding/engine.py` shards a model's tensors across ranks (zero1 and similar). `mesh/engine.py`
 splits a model's layers and stages (tensor, pipeline, hybrid). In both cases, a step is prepared
 when each rank has everything needed to update its own part of the model and the parts that it
-mirrors. The gradients' norm and all other values that ranks need from each other are sent together
-with the step vote (`CommitPayload`). Each rank then updates its own part. If the ranks have
-changed, the state is resharded after the update.
+mirrors. The gradients' norm and all other values that ranks need from each other (`CommitPayload`)
+are sent in the commit all-reduce, together with the step vote. Each rank then updates its own part.
+If the ranks have changed, the state is resharded after the update.
 
 torch's own methods (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
-names the alternative. Most of this is implemented in the parameters themselves
-(`hidden_parameters.py`). docs/torch-calls.md lists all of them.
+names the alternative. Most of this is implemented by replacing the classes of the parameters
+(`hidden_parameters.py`). docs/torch-calls.md lists all such methods.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class CommitPayload:
 
 @dataclass(kw_only=True)
 class ShardedCommitPayload(CommitPayload):
-    """Commit data of a model that is sharded across all ranks, so that every rank has a piece of
-    each parameter.
+    """`CommitPayload` for a model that is sharded across all ranks, so that every rank has a piece
+    of each parameter.
     """
 
     present: list[bool]
@@ -84,7 +84,7 @@ class ShardedCommitPayload(CommitPayload):
 
 
 class CommitSum:
-    """Several float64 vectors that are summed across ranks in one all-reduce. Each vector has the
+    """Several float64 vectors that the commit all-reduce sums across ranks, each of which has the
     same length on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
@@ -108,14 +108,14 @@ Closed = TypeVar("Closed", bound=CommitPayload)
 
 
 class Gradients(Protocol):
-    """Gradients of a step, as this rank's optimizer uses them."""
+    """A step's summed gradients for the tensors that this rank's optimizer updates."""
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients by `factor`."""
         ...
 
     def norm_here(self) -> float:
-        """Returns the norm of all gradients on this rank, including gradients of mirrors."""
+        """Returns the norm of all these gradients, including gradients of mirrors."""
         ...
 
 
@@ -146,13 +146,13 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _trained(self) -> Iterable[tuple[str, torch.Tensor, bool]]:
-        """Yields this rank's parameters, each with its name and whether it was trained at
-        `as_distributed`."""
+        """Yields (name, parameter, trained) for this rank's parameters. `trained`: whether the
+        parameter required gradients when `as_distributed` was called."""
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
         """Returns the state dict's keys of all parameters, in order. Each key is mapped to the
-        first key of the same parameter, because a tied parameter has several keys."""
+        parameter's first key, because a tied parameter has several keys."""
 
     @abc.abstractmethod
     def _commit_buffers(self) -> None:
@@ -160,8 +160,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        """Runs the forward and backward passes of a batch. Returns the loss, or None if only a peer
-        computes it; the loss then arrives with the commit all-reduce."""
+        """Runs the forward and backward passes of a batch. Returns the loss, or None if only
+        another rank computes it; this rank then receives the loss with the commit all-reduce."""
 
     @property
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _hand_out(self, commit_payload: Closed) -> None:
-        """Makes the gradients of a committed step available to the optimizer."""
+        """Stores the gradients of a committed step where the optimizer finds them."""
 
     @abc.abstractmethod
     def _drop_gradients(self) -> None:
@@ -178,8 +178,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """Called after the optimizer has updated this rank's part. May gather the updated
-        parameters, for example.
+        """Processes an update: called after the optimizer has updated this rank's part, for example
+        to gather the updated parameters.
         """
 
     # ---------------------------------------------------------------------------------------- start
@@ -252,8 +252,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer and registers the engine with the session. No later than in the
-        first step, this rank's pieces replace the parameters in the optimizer's groups.
+        """Attaches the optimizer and registers the engine with the session. In the first step, at
+        the latest, the parameters in the optimizer's groups are replaced with this rank's pieces.
         """
         self.optimizer = optimizer
         if optimizer is not None:
@@ -276,11 +276,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ------------------------------------------------------------------------------------- training
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on a batch, which is the same on all ranks of a replica, and returns the loss. The
-        loss is sent with the commit all-reduce.
+        """Trains on a batch, which must be the same on all ranks of a replica. Returns the mean
+        loss over the step's global batch, which is computed in the commit all-reduce.
 
-        In `loader.steps()` the batch is a micro-batch. In this case, returns the loss of the
-        micro-batch on every rank of the replica.
+        In `loader.steps()`, the batch is a micro-batch. In this case, returns the loss of the
+        micro-batch, on every rank of the replica.
         """
         session = self._session
         mean_loss = self._take_pass(inputs, targets, loss_fn)
@@ -333,7 +333,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def _proves_lost(self) -> bool:
         """Waits until all collectives issued so far have ended, and returns whether the step has
-        failed. Without the wait, a failure on a device would be noticed too late.
+        failed. Without the wait, a collective that fails on a device would be noticed too late.
         """
         if not self._is_lost():
             self._session.lifecycle.settle_collectives()
@@ -341,8 +341,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def _refuse_carried(self) -> None:
         """Raises PreconditionError if the gradients of the previous step have not been cleared.
-        Plain torch would add this step's gradients to them. This engine cannot, because they no
-        longer exist after the update.
+        Plain torch would add this step's gradients to them, but this engine no longer has them
+        after the update.
         """
         if self._carried:
             raise PreconditionError(
@@ -402,7 +402,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def groups_are_read(self) -> None:
         """Reduces the gradients and commits the step before the optimizer's groups are read, unless
         the step has micro-batches. The reader may be a GradScaler, which looks for infinities in
-        the gradients; all ranks must see an infinity that occurs on one of them.
+        the gradients. If there is an infinity on one rank, all ranks must see it.
         """
         step = self._session.step
         if step is None or step.share is None:
@@ -444,7 +444,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
         """Updates this rank's part in a step of several models, before the step's outcome is known.
-        Afterwards, the step's gradients count as used.
+        Afterwards, the step's gradients are regarded as used.
         """
         update = super().apply_tentatively(apply)
         self._whereabouts.pending = False
@@ -482,8 +482,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Discards the gradients of earlier backward passes. Keeps sums of the current step's
-        micro-batches, as ddp does, because they contain no gradients of other steps."""
+        """Discards the gradients of earlier backward passes. Like ddp, keeps the gradients that the
+        current step's micro-batches have accumulated so far."""
         step = self._session.step
         if not self.has_values() or (
             step is not None and step.in_micro_batches and step.control is None
@@ -539,7 +539,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return whole
 
     def _named_state(self) -> ModuleState:
-        """Returns the module's state by name. Parameter values may be absent."""
+        """Returns the module's state by name. The values of its parameters may be hidden."""
         return ModuleState(self.module)
 
     def _unsharded_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -591,8 +591,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Raises an error, because ranks that mirror this rank's pieces, or apply the step later,
-        would use different gradients.
+        """Raises an error, because gradients set on this rank would not reach the ranks that mirror
+        its pieces or that apply the step later.
 
         Raises:
             ConfigurationError: always.

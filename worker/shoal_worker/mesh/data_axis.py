@@ -1,9 +1,9 @@
-"""A rank's storage for the parameters in its part of the model and for their optimizer state: a
-full copy on each replica, or a shard.
+"""Storage of the parameters in a rank's part of the model, and of their optimizer state. Each
+replica stores all of them, or they are sharded across replicas.
 
-With shards, the ranks that have the same part of the model work as under zero1, zero2 or fsdp: each
-rank updates its own shard and the shard that it mirrors, and the parameters are gathered after the
-update or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
+If they are sharded, the ranks that have the same part of the model work as under zero1, zero2 or
+fsdp. Each rank updates its own shard and the shard that it mirrors, and the parameters are gathered
+after the update or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
 docs/explanation/mesh.md#sharding-along-the-data-axis.)
 """
 
@@ -44,8 +44,8 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class DataAxis(abc.ABC):
-    """Storage of a rank's part of the parameters. `pieces`: these parameters, as the module uses
-    them."""
+    """Storage of the parameters in a rank's part of the model. `pieces`: these parameters, as the
+    module uses them, by name."""
 
     execution: ShardedExecution | None = None
     """Gathers and frees the pieces block by block, if they are unsharded only during their block's
@@ -56,9 +56,9 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Unshards the pieces until `free`, before the passes of a pipeline. Must be called on all
-        ranks with the same part. A failure marks the step as lost; outside of a step, it raises
-        MembershipChanged."""
+        """Unshards the pieces until `free` is called, for the passes of a pipeline. Must be called
+        on all ranks that have the same part of the model. A failure marks the step as failed;
+        outside of a step, it raises MembershipChanged."""
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -77,8 +77,9 @@ class DataAxis(abc.ABC):
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """Attaches the optimizer with the given state. `groups`: names of the parameters in each of
-        its groups, possibly including some that this rank does not have."""
+        """Puts the tensors that this rank updates into the optimizer's groups, and sets the
+        optimizer's state. `groups`: names of the parameters in each group, possibly including some
+        that this rank does not have."""
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -86,22 +87,23 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Returns this rank's elements of the pieces, by shard and name, for
-        `resharding.gather`."""
+        """Returns the elements of the pieces that this rank stores, by shard and name, as
+        `resharding.gather` requires them."""
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """Records that this rank has updated its values. The pieces receive the new values at the
-        next gather. Does not communicate."""
+        """Records that the optimizer has updated this rank's shards. The pieces receive the new
+        values when they are gathered next. Does not communicate."""
 
     @abc.abstractmethod
     def fetch(self) -> None:
         """Copies the owners' values to pieces that are unsharded between passes. Must be called on
-        all ranks with the same part. A failure marks the step as lost."""
+        all ranks that have the same part of the model. A failure marks the step as failed."""
 
     def updated(self) -> None:
-        """Copies the result of the optimizer's step to the pieces, immediately or at the next
-        gather. A failure marks the step as lost."""
+        """Copies the updated values to the pieces after the optimizer's step. Pieces that are
+        sharded between passes receive them when they are gathered next. A failure marks the step as
+        failed."""
         self.changed()
         self.fetch()
 
@@ -115,9 +117,10 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """Creates the gradients. `counts(name)`: returns whether this rank's gradient of the
-        parameter counts in the norm; it does on one rank of each replica. `first`: True if this
-        rank belongs to the first replica. For the other arguments, see `MeshGradients`."""
+        """Creates the object that stores the gradients. `counts(name)`: returns whether this rank
+        includes its gradient of the parameter in the norm; in each replica, one rank does. `first`:
+        True if this rank belongs to the first replica. For the other arguments, see
+        `MeshGradients`."""
 
 
 class Replicated(DataAxis):
@@ -210,13 +213,14 @@ class InShards(DataAxis):
         prefetch: int,
         whereabouts: Whereabouts,
     ) -> None:
-        """Takes ownership of the pieces' memory. The pieces are unsharded until `free`.
+        """Takes over the memory of the pieces, and shards them. They stay gathered until `free` is
+        called.
 
         Args:
             leaves: the module's parameters for these pieces: the pieces themselves, or DTensors
                 around them.
-            kind: returns the kind of a piece; pieces of the same kind are on the same ranks of a
-                replica.
+            kind: function that returns the kind of a piece; pieces of the same kind are on the same
+                ranks of a replica.
             division: how the units are divided among the replicas.
             bucket_bytes: number of bytes gathered or reduced in one collective, unless this is done
                 by blocks.

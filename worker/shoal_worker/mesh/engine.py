@@ -1,14 +1,14 @@
-"""The engine of the strategies `tensor`, `pipeline` and `hybrid`: several ranks together form one
-replica, with the model's layers and stages on different ranks.
+"""The engine of the strategies `tensor`, `pipeline` and `hybrid`. Several ranks form one replica:
+the model's layers are split across them, or its stages are on different ranks.
 
-One engine covers three axes (`layouts.py`): `tensor` and `pipeline` use one axis in addition to the
-data axis, and `hybrid` uses all three. The model's layers communicate during passes, along the
-tensor axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank
-accumulates the gradients of its part over the micro-batches. The gradients are final once they are
-summed across replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks
-that mirror these shards. After a failure, the remaining ranks split the state again (`reshard`),
-from the parts that they still have. A part that no remaining rank has is lost: see
-docs/strategies/hybrid.md.
+The engine arranges the ranks along three axes (`layouts.py`): `tensor` and `pipeline` use one axis
+in addition to the data axis, and `hybrid` uses all three. During passes, ranks communicate along
+the tensor axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank
+accumulates the gradients of its part over the micro-batches. A rank has prepared the step once its
+gradients are summed across replicas and, if they are sharded along the data axis (`data_axis.py`),
+sent to the ranks that mirror its shards. After a failure, the remaining ranks split the state again
+(`reshard`), using the parts that they still have. If no remaining rank has some part, it is lost
+(docs/strategies/hybrid.md).
 
 `rank_mesh.py` contains the current mesh, and `parts.py` this rank's part of the model. Everything
 runs on the training thread.
@@ -64,7 +64,7 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
-    """State and steps of a model that is split across several ranks."""
+    """Engine of a model that is split across the ranks of a replica."""
 
     _payload_type = CommitPayload
 
@@ -194,7 +194,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def idle(self) -> bool:
-        """True if this rank is a spare: there are too few ranks for one more complete replica."""
+        """True if this rank is a spare, because there are too few ranks for one more replica."""
         return self._parts is not None and self._parts.is_empty
 
     replaces_parameters = True
@@ -236,8 +236,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements `Engine.forward_frozen`. As in every pass, the ranks of a replica
-        communicate."""
+        """Implements `Engine.forward_frozen`. As in every pass, the ranks of a replica communicate,
+        so all of them must call it."""
         if self._ahead:
             return self._stand_in()(*args, **kwargs)
         if self._mesh is not None and self._mesh.execution is not None:
@@ -254,7 +254,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return output
 
     def _await_gradients(self, output: Any) -> None:
-        """Keeps the module's parameters visible until a backward pass has run through `output` or
+        """Keeps the module's parameters usable until a backward pass has run through `output` or
         the step has ended."""
         if self._parts is not None:
             self._parts.hidden.show()
@@ -280,7 +280,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
-        """Prepares a training pass. Returns whether the pass is part of a step."""
+        """Prepares a pass in training. Returns False if the pass is not part of a step, because
+        this rank is a joiner that has not reached its training loop."""
         step = self._session.lifecycle.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass before its training loop
@@ -362,8 +363,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements `ShardedModel.generate`. Each rank computes with its part of each layer,
-        unless parameters are sharded or on other ranks between passes."""
+        """Implements `ShardedModel.generate`. Each rank computes with its part of each layer. With
+        a pipeline or with sharding along the data axis, uses `Engine.generate`, which raises
+        PreconditionError if this rank lacks values."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
@@ -383,15 +385,15 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return module.generate(*args, **kwargs)
 
     def _note_pass(self) -> None:
-        """Records that the ranks of the replica are about to communicate in a pass, in a step or
-        between steps."""
+        """Records in the current step, if any, that the ranks of the replica are about to
+        communicate in a pass."""
         step = self._session.step
         if step is not None and self._mesh is not None:
             step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
-        """Makes all parameters visible within the context, while the module computes."""
+        """Context in which the parameters are usable, so that the module can compute."""
         if self._parts is None or self._in_passes:
             yield
             return
@@ -403,9 +405,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if this rank cannot run a pass with its peers: either this process is joining, so
-        its script is at a different position, or there is no mesh, because a failure interrupted
-        its creation and the step will be aborted."""
+        """True if this rank cannot run a pass with its peers. Either this process is joining, so
+        that its script is at a different position, or there is no mesh, because a failure has
+        interrupted the creation of the mesh, and the step will be aborted."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
@@ -426,9 +428,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure within a step marks the step as lost; the
+        """Runs inputs through the pipeline. A failure within a step marks the step as failed; the
         outputs are then meaningless, and no error is raised in the user's loop. A failure between
-        steps is raised, and the operation is retried."""
+        steps raises an error, and the session retries the operation."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
@@ -516,8 +518,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.data_axis.updated()
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Implements `Engine.exchange_update`. The replicas fetch the new values from the owners by
-        the start of the next step."""
+        """Implements `Engine.exchange_update`. With sharding along the data axis, ranks fetch the
+        resulting values from their owners by the start of the next step."""
         super().exchange_update(update)
         self._held.data_axis.changed()
 
@@ -555,8 +557,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Implements `TrainingEngine.consolidate`. Some ranks may have begun the first step and
-        split the model across ranks that have since left."""
+        """Implements `TrainingEngine.consolidate`. Needed if some ranks have begun the first step
+        and have split the model across ranks that have since left."""
         if self._parts is not None and self._parts.make_unsharded_again(channel):
             self._mesh = None
 
@@ -564,7 +566,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Splits the model for the ranks of `group`. `gathered`: True to assemble the state from
         the ranks' parts; False if each rank has the complete state.
 
-        A failure at any point leaves every rank with its previous parts, so that this can be
+        If it fails at any point, every rank still has its previous parts, so that the call can be
         repeated with other ranks.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
@@ -710,8 +712,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return word, vars(payload)
 
     def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Implements `TrainingEngine.unsharded_everywhere`: returns unsplit parameters and buffers,
-        which are the same on all ranks. Pipeline stages have no tensors in common."""
+        """Implements `TrainingEngine.unsharded_everywhere`: returns the parameters that are not
+        split and the buffers, which are the same on all ranks. Returns nothing for a pipeline,
+        because its stages have no tensors in common."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
@@ -725,7 +728,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
-        """Returns the detector of writes to the pieces of the current mesh."""
+        """Returns the object that detects writes to the pieces of the current mesh."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
             compared, whole = (
@@ -740,7 +743,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._piece_writes
 
     def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
-        """Compares extremes across the ranks that have the same part. Raises MembershipChanged."""
+        """Exchanges minima and maxima with the ranks that have the same part of the model, and
+        combines them. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
@@ -877,7 +881,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @contextlib.contextmanager
     def unsharded_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.unsharded_for`. Each rank must have room for the complete
+        """Implements `TrainingEngine.unsharded_for`. Each rank needs enough memory for the complete
         model in addition to its part."""
         if self._parts is None or not self.is_sharded:
             yield
@@ -893,12 +897,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes passes use `module`, and `ShardedModel.module` return it."""
+        """Makes `module` the module that passes use and that `ShardedModel.module` returns."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Implements `Engine.clone`: returns an unsplit copy that consists of the user's own module
+        """Implements `Engine.clone`: returns an unsplit copy whose modules have the user's own
         classes."""
         return self._unsharded_module(self._unsharded_state())
 

@@ -74,8 +74,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Gives the optimizer its gradients: the sums across replicas, divided by `divisor`. A
-        parameter that no replica used gets no gradient."""
+        """Sets the optimizer's gradients to the sums across replicas, divided by `divisor`. A
+        parameter that no replica has used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
@@ -87,7 +87,7 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the gradients that the optimizer was given."""
+        """Discards the optimizer's gradients."""
 
     def begin(self) -> None:
         """Resets the gradients and the changes to buffers for a new step."""
@@ -97,8 +97,9 @@ class MeshGradients(abc.ABC):
     def add(
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
-        """Adds the results of passes: gradients by parameter name, and changes to buffers. Passes
-        with weight 0 are skipped, because their results may be arbitrary."""
+        """Adds the results of passes to the step's sums. `found`: gradients by parameter name.
+        `changes`: changes to buffers. If the weight is 0, the results may be arbitrary and are
+        ignored."""
         if not weight > 0:
             return
         self.add_all(
@@ -112,8 +113,8 @@ class MeshGradients(abc.ABC):
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by parameter name, times `factor`. The caller must not modify these
-        gradients afterwards."""
+        """Adds gradients, multiplied by `factor`, to the accumulated gradients. `gradients`: by
+        parameter name. The caller must not modify these gradients afterwards."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
@@ -129,12 +130,13 @@ class MeshGradients(abc.ABC):
             )
 
     def factor(self, weight: float) -> float:
-        """Returns the factor for the gradients of a pass with this weight."""
+        """Returns the factor by which the gradients of a pass with this weight are multiplied."""
         return weight if self._averages else float(weight > 0)
 
     @property
     def any_left(self) -> bool:
-        """True if passes have produced gradients that have not been passed to `add` yet."""
+        """True if hooks have moved gradients of this step's passes out of the module's
+        parameters."""
         return False
 
     sums_passes = False
@@ -143,9 +145,9 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """Sums the gradients added since the last call across replicas. Gradients of parameters
-        that are on several stages must be summed across those stages first. A failure marks the
-        step as lost."""
+        """Sums, across replicas, the gradients added since the last call. If a parameter is on
+        several stages, its gradients must first be summed across those stages. A failure marks the
+        step as failed."""
 
     def take_part(self) -> None:
         """Participates in the collectives of a pass that only other replicas have samples for."""
@@ -165,12 +167,13 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor with the dtype and device required for changes to buffers."""
+        """Tensor with the dtype and on the device that changes to buffers must have."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """Parameter name -> whether any rank has used the parameter in this step."""
+        """Flags that show, by parameter name, whether any rank has used the parameter in this
+        step."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
@@ -194,7 +197,7 @@ class MeshGradients(abc.ABC):
 
     @property
     def changes(self) -> torch.Tensor:
-        """Changes to the buffers, summed over the batch."""
+        """Changes to the buffers, summed over the passes of the step."""
         return self._changes
 
 
@@ -202,9 +205,9 @@ class ReplicatedGradients(MeshGradients):
     """Gradients that each replica stores in full. With several replicas, they are put into one flat
     vector together with all other sums, so that one all-reduce suffices.
 
-    The result of a step's first pass is kept unchanged together with its factor: most steps have
-    one pass, so this avoids adding the result to zeros. The result is never modified, because
-    autograd may have used its memory for two parameters.
+    The gradients of a step's first pass are kept unchanged, together with their factor. Most steps
+    have one pass, so this usually avoids adding the gradients to zeros. These gradients are never
+    modified, because autograd may have used the same memory for two parameters.
     """
 
     def __init__(
@@ -216,8 +219,8 @@ class ReplicatedGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `counts(name)`: returns whether the norm counts this rank's
-        gradient of the parameter."""
+        """Creates empty gradients. `counts(name)`: returns whether this rank includes its gradient
+        of the parameter in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
@@ -337,10 +340,10 @@ class ReplicatedGradients(MeshGradients):
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
-    """Returns the squared norm of tensors, each multiplied by a number. Rows are summed in float32
-    and the row sums in float64: longer float32 sums would lose precision, and float64 throughout
-    would take several times as long. If squares exceed the range of float32, everything is computed
-    in float64."""
+    """Returns the squared norm of several tensors, each multiplied by a factor. On the CPU, rows
+    are summed in float32 and the row sums in float64: longer float32 sums would lose precision, and
+    float64 throughout would take several times as long. If squares exceed the range of float32,
+    everything is computed in float64."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
@@ -385,8 +388,8 @@ _IN_FLIGHT: Final = 2
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients of the trained units in one rank's part of the model, reduce-scattered across
-    replicas: each replica keeps the sums of its own shards."""
+    """Gradients of the trained units in one rank's part of the model. They are reduce-scattered
+    across replicas, so that each replica keeps the sums for its own shards."""
 
     def __init__(
         self,
@@ -402,7 +405,7 @@ class ScatteredGradients(MeshGradients):
         device: torch.device,
     ) -> None:
         """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units whose shard
-        on this rank counts in the norm."""
+        this rank includes in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
@@ -434,8 +437,8 @@ class ScatteredGradients(MeshGradients):
             reducing.wait()
 
     def sum_over(self, replicas: Group) -> None:
-        """Extends `MeshGradients.sum_over`: also sends this rank's shards to the ranks that mirror
-        them."""
+        """Extends `MeshGradients.sum_over`: also sends the sums for this rank's shards to the ranks
+        that mirror the shards."""
         if not self.sums_passes:
             self.sum_pass()
         super().sum_over(replicas)
@@ -469,8 +472,8 @@ class ScatteredGradients(MeshGradients):
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Gradients of units that are gathered block by block. They are reduced and freed during the
-    backward passes."""
+    """Gradients of units that are gathered block by block. The gradients are reduced, and their
+    memory is freed, during the backward passes."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
         """Creates empty gradients. `execution`: gathers and frees the units. For the other

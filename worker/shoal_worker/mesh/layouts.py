@@ -1,7 +1,7 @@
-"""Placement of each tensor of a model's state on a mesh of ranks. Also defines how each tensor is
-split and assembled.
+"""Determines the mesh for a number of ranks, and which rank has which part of each tensor of a
+model's state. Also splits tensors into parts and assembles them.
 
-Everything is derived from shapes alone, so every rank derives the same placement, even for a mesh
+Everything is derived from shapes alone. Every rank therefore gets the same results, even for a mesh
 that it was never part of, such as a mesh from before it joined. The module uses neither process
 groups nor the tensors' values.
 """
@@ -83,8 +83,8 @@ class Axes:
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yields each group of ranks along an axis, as (axis, name, ranks). The order is the same
-        on every rank."""
+        """Yields, as (axis, name, ranks), the group of all ranks that are not spares (axis "all"),
+        and then each group of ranks along an axis. The order is the same on every rank."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
             for stage in range(self.pipeline):
@@ -126,7 +126,7 @@ PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_ra
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """Returns a copy of the module on the meta device. Tied tensors remain tied. Activation
-    checkpointing is dropped, because its forward pass is an attribute of the module, not of the
+    checkpointing is dropped, because it replaces the `forward` of the module object, not of the
     module's class."""
     tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
     checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
@@ -204,11 +204,12 @@ class Template:
         object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Returns the tensors of `names` on the meta device, with their full shapes."""
+        """Returns the tensors in `names`, by name, on the meta device and with their full
+        shapes."""
         return self._tensors
 
     def stages(self, ranks: int) -> tuple[int, ...]:
-        """Returns the rank of each stage of a pipeline on `ranks` ranks."""
+        """Returns, for a pipeline of `ranks` ranks, the rank that runs each stage."""
         kind = schedule_kind(self.pipeline.schedule)
         return stage_ranks(
             kind, ranks, checked_stages_per_rank(kind, self.pipeline.stages_per_rank)
@@ -218,7 +219,7 @@ class Template:
 def template_of(
     module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool
 ) -> Template:
-    """Returns the template of a module. `options`: the strategy's options for splitting it."""
+    """Returns the `Template` of a module. `options`: the strategy's options for splitting it."""
     return Template(
         module=meta_copy(module),
         plan_options={
@@ -263,19 +264,19 @@ class Blueprint:
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """Returns the positions on the pipeline axis whose ranks have a tensor. The rank at the
-        first of these positions counts the tensor's elements."""
+        """Returns the positions on the pipeline axis whose ranks have a tensor. In sums over all
+        elements, such as a norm, the rank at the first of these positions counts the tensor."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
 
     def is_here(self, name: str, at: Coordinate) -> bool:
-        """Returns whether the rank at a position has a tensor or a part of it."""
+        """Returns whether the rank at position `at` has a tensor or a part of it."""
         return at.pipeline in self.holders(name)
 
     def share(self, at: Coordinate) -> Share:
-        """Returns the part of the model that is on the pipeline stages of the rank at a
-        position."""
+        """Returns the part of the model in the pipeline stages that the rank at position `at`
+        runs."""
         stages = self.split.stages if self.split is not None else ()
         elsewhere = [
             name
@@ -289,22 +290,24 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Returns whether the rank at a position counts a parameter's elements, for example in a
-        norm. If several ranks of a replica have the same elements, only one of them counts."""
+        """Returns whether the rank at position `at` includes a parameter's elements in sums over
+        all elements, such as a norm. If several ranks of a replica have the same elements, only one
+        of them includes them."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def kind(self, name: str) -> Hashable:
         """Returns the kind of a parameter. Parameters of the same kind are on the same ranks, and
-        the same ranks count them in the norm."""
+        the same ranks include them in the norm."""
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
-        """Returns how many parts the tensor axis splits a tensor into."""
+        """Returns the number of parts into which a tensor is split along the tensor axis."""
         return self.axes.tensor if name in self._layouts else 1
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """Returns a copy of one part of a tensor, as a rank stores it. `whole`: the full tensor."""
+        """Returns a copy of a part of a tensor, in the shape in which a rank stores it. `whole`:
+        the full tensor. `part`: index of the part."""
         layout = self._layouts.get(name)
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
@@ -334,8 +337,8 @@ def unsharded_module(
     unsaved: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> nn.Module:
-    """Returns a new unsplit module with these values. `unsaved`: buffers that are not in the
-    module's state dict."""
+    """Returns a new unsplit module. `values`: state dict to load. `unsaved`: buffers that are not
+    in the module's state dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
     for first, second in template.first_names.items():  # to_empty separates tied parameters
         owner, _, name = first.rpartition(".")
@@ -365,7 +368,7 @@ Fits = Callable[[Axes], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Options for sharding each rank's part along the data axis."""
+    """Options for sharding each rank's part of the model along the data axis."""
 
     stage: Stage
     bucket_bytes: int
@@ -378,7 +381,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """A strategy's plan for forming a mesh."""
+    """Rules by which a strategy forms a mesh from any number of ranks."""
 
     axes_for: Callable[[int, Fits], Axes]
     """Function that returns the mesh's axes for a number of ranks. Ranks that are not part of a
@@ -395,9 +398,9 @@ class MeshPlan:
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """Returns the first candidate that `fits`: the model can be split on a mesh with these axes. If
-    the candidates are sorted by descending size, additional ranks never increase a rank's part of
-    the model. Ranks that are left over are spares.
+    """Returns the first of `candidates` for which `fits` returns True, because the model can be
+    split on a mesh with these axes. If the candidates are sorted by descending size, additional
+    ranks never increase a rank's part of the model. Ranks that are left over are spares.
 
     Raises:
         ConfigurationError: no candidate fits."""
@@ -425,8 +428,8 @@ def plan_along(
     """Returns the plan for a strategy with one axis besides the replicas. `axes(size, replicas)`:
     returns the axes, given the size of this axis and the number of replicas.
 
-    `options[option]` is the size of the axis. By default, the axis is as large as the model allows;
-    at the start of a job, its size must then equal the number of ranks.
+    `options[option]` is the size of the axis. If it is not given, the axis is as large as the model
+    allows, but at the start of a job, the model must allow an axis as large as the number of ranks.
     """
     given = options.get(option)
     if given is not None:
@@ -447,8 +450,8 @@ def plan_along(
 
 
 class Layouts:
-    """Meshes for one model, or for several models that use the same mesh. Every rank has an equal
-    `Layouts`."""
+    """Chooses the mesh for one model, or for several models that use the same mesh. Makes the same
+    choice on every rank."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan
@@ -458,8 +461,8 @@ class Layouts:
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """Restricts the meshes so that every model in `several` can be split. `several`: layouts of
-        all models that these ranks train, including this one."""
+        """Restricts the choice to meshes on which every model can be split. `several`: the
+        `Layouts` of all models that these ranks train, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()
 
@@ -467,7 +470,7 @@ class Layouts:
         """Returns the axes for `world_size` ranks.
 
         Raises:
-            ConfigurationError: the model cannot be split in this way.
+            ConfigurationError: the model cannot be split across this number of ranks.
         """
         if world_size not in self._known:
             self._known[world_size] = self._plan.axes_for(world_size, self._fits)

@@ -1,9 +1,10 @@
-"""One model and its optimizer on this rank: the complete state at first, then this rank's part.
+"""State of one model and its optimizer on this rank: at first the complete state, later only this
+rank's part of it.
 
 The user's module remains the same object. Its layers are changed in place and get different
-parameters each time a mesh is formed. The optimizer updates `pieces`: plain tensors that share the
-memory of the layers' parameters or, if the data axis shards the parameters, this rank's shard
-(`data_axis.py`). May be used only on the training thread.
+parameters each time a mesh is formed. The optimizer updates `pieces`, plain tensors that share
+memory with the layers' parameters. If the parameters are sharded along the data axis, it updates
+this rank's shards of them instead (`data_axis.py`). May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class HiddenParameters:
         """Records that the step's gradients have been summed and that the parameters have the
         gradients for this rank's update. From now on, the script must not set other gradients.
 
-        `updated`: tensors that the optimizer updates. If no rank has used one of these parameters,
-        it has no gradient on any rank.
+        `updated`: tensors that the optimizer updates. If no rank has used one of these tensors, it
+        has no gradient on any rank.
         """
         self._handed_out = True
         own = {id(piece) for piece in updated}
@@ -117,7 +118,7 @@ class HiddenParameters:
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
         """Context for applying a committed step. On exit, drops the step's gradients. Until the
-        script clears the gradients, remembers which parameters had one."""
+        script clears the gradients, `.grad` of these parameters remains a placeholder."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +132,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if any parameter has a gradient on another rank, or had one in the last step and the
-        script has not cleared the gradients."""
+        """True if any parameter has a gradient that is stored elsewhere, or had one in the last
+        step that the script has not cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -142,7 +143,7 @@ class HiddenParameters:
         self.show_gradients()
 
     def show_gradients(self) -> None:
-        """Restores the gradients of parameters whose values are on this rank."""
+        """Makes `.grad` of parameters whose values are on this rank an ordinary attribute again."""
         for parameter, place in self._trained:
             show_gradient(parameter, place)
 
@@ -210,7 +211,8 @@ class ModelParts(PartitionedState):
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Implements `PartitionedState`: makes the optimizer update the pieces."""
+        """Implements `PartitionedState.use_optimizer`. The optimizer's groups already contain the
+        pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
         self._group_names = [
             [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
@@ -218,7 +220,7 @@ class ModelParts(PartitionedState):
         self.optimizer = optimizer
 
     def blueprint_for(self, axes: Axes) -> Blueprint:
-        """Returns the placement of each tensor on a mesh with these axes. Raises ConfigurationError
+        """Returns the `Blueprint` of the model on a mesh with these axes. Raises ConfigurationError
         if the model cannot be split in this way."""
         if axes not in self._blueprints:
             self._blueprints[axes] = Blueprint(self.template, axes)
@@ -241,12 +243,12 @@ class ModelParts(PartitionedState):
     # ------------------------------------------------------------------------------------ splitting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """Collects this rank's part of the state on new axes, which is the input of `lay_out`. Must
-        be called on every rank of `channel`. `at`: this rank's position on the new axes; None: it
-        gets no part.
+        """Receives this rank's part of the state on new axes from the ranks that have it, as the
+        input of `lay_out`. Must be called on every rank of `channel`. `at`: this rank's position on
+        the new axes; None: it gets no part.
 
-        Does not change the current state, because the collection may fail at any time. No rank ever
-        has more than a few unsplit tensors."""
+        Does not change the current state, because the transfer may fail at any time. No rank needs
+        memory for more than a few unsplit tensors."""
         blueprint = self.blueprint_for(axes)
         parts = (
             self._taken(one, blueprint, at) if at is not None else None
@@ -261,9 +263,10 @@ class ModelParts(PartitionedState):
         taken: Sequence[WholeTensor],
         shard: Shard | None,
     ) -> None:
-        """Splits the state for new axes. `mesh`: mesh of this rank's tensor-parallel group; None if
-        the rank has no peers there. `taken`: the result of `take`. `shard`: shards the pieces along
-        the data axis; None: no sharding."""
+        """Splits the model and its state for new axes. `cut`: the new axes and this rank's position
+        on them. `mesh`: mesh of this rank's tensor-parallel group; None if the rank is alone in it.
+        `taken`: the result of `take`. `shard`: function that shards the pieces along the data axis;
+        None: no sharding."""
         blueprint = self.blueprint_for(cut.axes)
         # A failure from here on leaves the parts for previous meshes, and none for this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
@@ -283,8 +286,8 @@ class ModelParts(PartitionedState):
         )
 
     def forget_before(self) -> None:
-        """Discards the parts for previous meshes, once the state has been committed on the new
-        mesh."""
+        """Discards the parts for previous meshes. Must be called once a step has been committed on
+        the new mesh."""
         self._before = []
 
     def make_unsharded(self) -> None:
@@ -322,7 +325,8 @@ class ModelParts(PartitionedState):
         self.hidden.hide()
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns this rank's shards with their optimizer state, keyed by a description."""
+        """Returns this rank's shards with their optimizer state, grouped under descriptions, for
+        comparison with other ranks."""
         assert self.cut is not None
         at, common = self.cut.at, {}
         for position, runs in self.data_axis.runs(self.optimizer).items():
@@ -350,7 +354,8 @@ class ModelParts(PartitionedState):
 
     def hold(self) -> RankParts | None:
         """Returns this rank's part of the split state. While the model is not split, returns the
-        complete state, as the part for mesh number -1. Returns None if this rank has no state."""
+        complete state, as part of a mesh of one rank with the number -1. Returns None if this rank
+        has no state."""
         if not self.pieces and self.cut is None:
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
@@ -369,10 +374,10 @@ class ModelParts(PartitionedState):
         return RankParts(cut=cut, runs=runs)
 
     def make_unsharded_again(self, channel: Channel) -> bool:
-        """Restores the complete state on all ranks if only some ranks have split it and some may
-        have left. The state is unchanged, because no step has been taken since the split. Returns
-        whether this rank had split its state. Must be called on all ranks, within an operation.
-        Raises the same errors as `gather`."""
+        """Restores the complete state on all ranks if only some ranks have split it. Ranks may have
+        left since then. No update is lost, because no step has been applied since the split.
+        Returns True if this rank had split its state. Must be called on all ranks, within an
+        operation. Raises the same errors as `gather`."""
         received = channel.exchange(b"whole" if self.is_unsharded else b"")
         if all(received) or not any(received):
             return False
@@ -390,7 +395,7 @@ class ModelParts(PartitionedState):
         return state
 
     def take_unsharded(self, state: Mapping[str, Any]) -> None:
-        """Loads the complete state into this rank, which must have room for it."""
+        """Loads the complete state on this rank, which must have enough memory for it."""
         self.make_unsharded()
         self.load_values(state["model"])
         if state["optimizer"] is not None:
@@ -428,7 +433,7 @@ class ModelParts(PartitionedState):
             checkpoint_activations(self.module, lambda part: part in self._checkpointed)
 
     def _strip(self) -> None:
-        """Restores the user's module, with its tensors on the meta device."""
+        """Restores the user's module to its unsplit form, with its tensors on the meta device."""
         self.data_axis.release()
         self.hidden.release()
         self.hidden = HiddenParameters({}, self.whereabouts)
@@ -475,8 +480,8 @@ class ModelParts(PartitionedState):
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Returns whether this rank counts a parameter's elements. If several ranks of a replica
-        have the same elements, only one of them counts."""
+        """Returns whether this rank includes a parameter's elements in sums over all elements
+        (`Blueprint.counts`)."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
@@ -596,16 +601,16 @@ class ModelParts(PartitionedState):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """Serves the first rank's call to `assemble`. Must be called on the other ranks. Needs
-        memory for a few unsplit tensors at a time."""
+        """Sends this rank's part to the first rank, which calls `assemble` at the same time. Must
+        be called on all other ranks. Needs memory for only a few unsplit tensors at a time."""
         if not self.is_unsharded and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
             self.gather_beside(channel)
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
-        """Returns the module's extra state, taken for each submodule from the first rank that runs
-        it. Must be called on all ranks of `channel`."""
+        """Returns the module's extra state. That of each submodule comes from the first rank that
+        runs the submodule. Must be called on all ranks of `channel`."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}

@@ -1,7 +1,7 @@
-"""A model's current mesh: this rank's groups along the axes, and the objects that compute and sum
-on these groups.
+"""One rank's view of a model's current mesh: the groups along the axes that the rank belongs to,
+and the objects that run passes and sum gradients on these groups.
 
-Created for each generation and dropped with it. May be used only on the training thread.
+A new one is created for each generation. May be used only on the training thread.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def alone() -> Group:
 
 
 class RankMesh:
-    """One rank's part of its generation's mesh: its groups along the axes, and the objects that
-    compute and sum on these groups. A spare does not have one."""
+    """One rank's view of its generation's mesh: the groups along the axes that the rank belongs to,
+    and the objects that run passes and sum gradients on these groups. A spare has no `RankMesh`."""
 
     def __init__(
         self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
@@ -104,8 +104,8 @@ class RankMesh:
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Context in which the ranks of one replica draw the same random numbers. Does not affect
-        the numbers that each rank draws outside of the context.
+        """Context in which the ranks of a tensor-parallel group draw the same random numbers. Does
+        not affect the numbers that each rank draws after the context has been left.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -124,8 +124,9 @@ class RankMesh:
         averages: bool,
         extremes: Mapping[str, Kind],
     ) -> None:
-        """Splits the model for this mesh with `ModelParts.lay_out`. `averages`: see
-        `MeshGradients`. `extremes`: see `CommittedBuffers`."""
+        """Splits the model for this mesh with `ModelParts.lay_out`, and creates everything needed
+        for its passes. `taken`: the result of `ModelParts.take`. `averages`: see `MeshGradients`.
+        `extremes`: see `CommittedBuffers` (`kinds`)."""
         before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
@@ -162,7 +163,8 @@ class RankMesh:
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """Execution of the sharded pieces; see `DataAxis.execution`."""
+        """Object that gathers and frees the pieces block by block; None if there is none
+        (`DataAxis.execution`)."""
         return self._parts.data_axis.execution
 
     def release(self) -> None:
@@ -174,13 +176,14 @@ class RankMesh:
 
     def seed_step(self) -> None:
         """Gives all ranks of a replica the same random seed for this step, derived from the first
-        rank's seed, the step and the replica. Called only for steps without a Shoal loader, which
-        would seed them itself."""
+        rank's seed, the step and the replica. Called only for steps without a Shoal loader, because
+        a loader seeds each batch itself."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
     def begin_step(self, number: int) -> None:
-        """Resets the gradients and buffers for step `number` of this model."""
+        """Begins a step: discards gradients, and records the buffers' starting values. `number`:
+        number of this model's step."""
         self.forget()
         self.gradients.begin()
         self.buffers.step_begins()
@@ -189,7 +192,8 @@ class RankMesh:
 
     def begin_pass(self, step: Step) -> None:
         """Prepares a pass of this replica in a step, or its participation in a pass of other
-        replicas. Does not communicate in an aborted step, because its gradients are not used.
+        replicas. Does not communicate if the step has failed, because the step's gradients will not
+        be used.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -208,9 +212,9 @@ class RankMesh:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
-        """Runs a batch through the pipeline, and accumulates gradients and changes to buffers.
-        Returns the batch's loss. Without `everywhere`, ranks that do not have the last stage return
-        None instead.
+        """Runs the forward and backward passes of a batch in the pipeline, and accumulates
+        gradients and changes to buffers. Returns the batch's loss. If `everywhere` is False, only
+        ranks that run the last stage return the loss, and all others return None.
 
         Raises:
             MembershipChanged: a rank failed or left.
@@ -225,8 +229,9 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Makes each micro-batch start from the committed buffers, regardless of the pipeline's
-        schedule."""
+        """Makes each micro-batch start from the committed buffers, regardless of the order in which
+        the pipeline runs micro-batches. Called by the pipeline before and after each stage of a
+        micro-batch."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
         if moment == "before":
@@ -238,7 +243,8 @@ class RankMesh:
                 self.buffers.extremes.micro_batch_ends()
 
     def add(self, weight: float) -> None:
-        """Adds the results of all passes since the last call, with the given weight.
+        """Adds the gradients and buffer changes of all passes since the last call to the step's
+        sums. `weight`: weight of these passes.
 
         Raises:
             MembershipChanged: a rank failed or left.
@@ -302,8 +308,8 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """Discards the step's gradients in the optimizer and in the module. Does not communicate,
-        because the group may have ended."""
+        """Discards the step's gradients, both the optimizer's and those in the module's parameters.
+        Does not communicate, because the group may have ended."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()

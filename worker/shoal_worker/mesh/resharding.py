@@ -1,9 +1,9 @@
 """Assembles a state that is split across ranks, one tensor at a time, on all ranks.
 
-The functions send messages to all ranks, because collectives along the axes cannot be used here:
-after ranks have joined or left, the parts are still split for the previous ranks, and in operations
-between steps, the newest group may include ranks without any part. Such messages would be too slow
-for every step.
+The functions send messages to all ranks instead of using collectives along the axes, which are not
+possible here. After ranks have joined or left, the state is still split for the previous ranks. In
+operations between steps, the newest group may include ranks that have no part of the state. Such
+messages would be too slow for every step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ data axis."""
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCut:
-    """Describes one mesh and this rank's position in it."""
+    """Description of a mesh and of this rank's position in it."""
 
     number: int
     """Number of the generation that formed the mesh. Newer meshes replace older ones."""
@@ -58,7 +58,7 @@ class MeshCut:
 
     @property
     def positions(self) -> list[int]:
-        """Numbers of this rank's shards, its own shard first."""
+        """Indices of this rank's shards along the data axis, its own shard first."""
         return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
 
     def row(self) -> list[int]:
@@ -94,9 +94,9 @@ class MeshCut:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
-    """Elements of a tensor (or of this rank's part of the tensor) in one shard, and their optimizer
-    state. If there are several shards, the tensor is flattened, and each shard continues where the
-    previous one ends."""
+    """Elements of a tensor (or of this rank's part of it) that belong to one shard, and their
+    optimizer state. If there are several shards, the tensor is flattened, and each shard continues
+    where the previous one ends."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -104,7 +104,8 @@ class PieceState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """The parts of a split state that a rank has. They share memory with the state."""
+    """The parts of a state, split for one mesh, that a rank has. They share memory with the
+    state."""
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
@@ -134,13 +135,14 @@ def gather(
     *,
     state: bool = True,
 ) -> Iterator[WholeTensor]:
-    """Yields the tensors of the newest mesh whose parts are all available, in the template's order.
-    Every rank of `channel` must exhaust the iterator.
+    """Yields the unsplit tensors of the state one by one, assembled from the parts of the newest
+    complete mesh, in the order of the template. Every rank of `channel` must exhaust the iterator.
 
-    `held`: this rank's parts for all meshes. `state`: True to include the optimizer's state.
+    `held`: this rank's parts for the current and previous meshes. `state`: True to include the
+    optimizer's state.
 
     Raises:
-        ShardsLostError: parts are missing for every mesh.
+        ShardsLostError: no mesh is complete, because the ranks that had some part are gone.
         MembershipChanged: the group has ended.
     """
     newest, cut = _newest(channel, held)
@@ -177,11 +179,11 @@ def copy_singles(
 ) -> list[RankParts] | None:
     """Finds the parts of the newest complete mesh that only one rank has, and copies each of them
     to a second rank. Returns the copies that this rank keeps, or None on all ranks if nothing has
-    to be copied. Nothing is copied if the mesh has a single replica, where every part exists only
-    once.
+    to be copied. If the mesh has a single replica, nothing is copied, because every part exists
+    only once.
 
-    `held`: this rank's parts for all meshes. `leaving`: ranks about to leave; they keep no copies,
-    and their data does not count.
+    `held`: this rank's parts for the current and previous meshes. `leaving`: ranks that are about
+    to leave. Their parts are not counted, and they get no copies.
 
     Raises:
         MembershipChanged: the group has ended."""
@@ -284,7 +286,7 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses which rank sends each part of a tensor."""
+    """Chooses the rank that sends each part of a tensor."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
@@ -293,7 +295,7 @@ class _Senders:
     turns: SendingTurns = field(default_factory=SendingTurns)
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
-        """Returns the rank that sends each part and shard of one tensor. `elements`: number of
+        """Returns the rank that sends each (part, shard) of one tensor. `elements`: number of
         elements of the tensor. All shards of one part come from the same stage, because each stage
         splits shared tensors in its own way."""
         stage = self.stages.choose(self.blueprint.holders(name), elements)
@@ -309,8 +311,9 @@ class _Senders:
 def _run_at(
     held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
 ) -> PieceState | None:
-    """Returns this rank's elements of a tensor at a position, if it has them. `stage`: None for any
-    stage, because all copies of a shared tensor are the same."""
+    """Returns this rank's elements of the tensor `name` at a position of the mesh; None if it has
+    none. `stage`: position on the pipeline axis; None: any, because all stages have the same copy
+    of a shared tensor."""
     at_hand = (
         one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
     )

@@ -1,11 +1,11 @@
-"""A DeviceMesh and a process group with a unique name, which torch's tensor-parallel code uses for
-part of a generation's group.
+"""DeviceMesh and process group, with a unique name, through which torch's tensor-parallel code uses
+a subgroup of a generation's group.
 
-torch finds groups by name in the process's single world, but a generation's groups are short-lived
-and do not belong to such a world. Tensor-parallel layers communicate in the middle of a forward or
-backward pass, possibly in the user's own code. If a collective fails within a step, no error is
-raised: the result is zeros, the step is marked as lost, and `optimizer.step()` returns LOST.
-Between steps, the error is raised.
+torch finds groups by name in the single torch.distributed world of the process, but a generation's
+groups are short-lived and do not belong to that world. Tensor-parallel layers communicate in the
+middle of a forward or backward pass, possibly in the user's own code. If a collective fails within
+a step, no error is raised. Instead, the result is zeros, the step is marked as failed, and
+`optimizer.step()` returns LOST. Between steps, the error is raised.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NUMBERS: Final = itertools.count(1)
 
 
 class StepGroup(ForwardingGroup):
-    """Process group that forwards to the process group of `group`. A failure is reported to the
-    session's current step, or raised outside of a step.
+    """Process group that forwards collectives to the process group of `group`. A failure marks the
+    session's current step as failed; outside of a step, it raises an error.
 
-    torch's caches keep this object forever, so it does not keep the session or the group alive.
-    Once the group no longer exists, its collectives fail.
+    torch's caches keep this object forever, so it has only weak references to the session and the
+    group. Once the group no longer exists, collectives fail.
     """
 
     backend_name: ClassVar[str] = "shoal_step"
@@ -61,8 +61,8 @@ class StepGroup(ForwardingGroup):
         return [self._device]
 
     def failed(self, error: MembershipChanged) -> None:
-        """Aborts the group on all ranks because of `error`. Marks the current step as lost; outside
-        of a step, raises `error`."""
+        """Aborts the group on all ranks because of `error`. Marks the current step as failed;
+        outside of a step, raises `error`."""
         group = self._held_group()
         if group is not None:
             group.abort(str(error))
@@ -86,7 +86,7 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """Work of a collective. A failure is reported to the current step."""
+    """Work of a collective. A failure marks the current step as failed."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
         """Wraps `work`, which is None if the collective has already failed."""
@@ -94,7 +94,7 @@ class StepWork(Work):
         self._work, self._group, self._outputs = work, group, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the result, which is valid unless the step is lost. Outside of a step, a
+        """Waits for the result, which is valid unless the step has failed. Outside of a step, a
         failure raises MembershipChanged."""
         work, self._work = self._work, None
         if work is not None:
@@ -115,7 +115,7 @@ class StepWork(Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Returns whether there is a result. In a lost step, the result is invalid."""
+        """Returns whether there is a result. If the step has failed, the result is invalid."""
         return self.is_completed()
 
     def synchronize(self) -> None:
@@ -142,8 +142,8 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A one-dimensional mesh on a process group that is not registered in a world. Its ranks are
-    the ranks of the group.
+    """One-dimensional mesh on a process group that does not belong to a torch.distributed world.
+    Its ranks are the ranks of the group.
 
     No two meshes are equal, even with the same ranks, because DTensor caches by mesh. DTensor's
     caches keep meshes, and therefore their groups, forever (`StepGroup`).

@@ -1,16 +1,17 @@
 """Collectives for sharding, on the session's current group.
 
 A failure inside a step raises no error, because the calling forward or backward pass is the user's
-code. Instead, the step is marked as lost, results are zeros, and nothing more is sent in that step.
-Outside of a step (evaluation, gathering a state), a failure raises an error, and the session
-retries the entire operation. The same rules apply to the compressed reduce-scatter, which replaces
-the plain one with `gradient_compression=`.
+code. Instead, the step is marked as failed (`Step.lost`), results are zeros, and nothing more is
+sent in that step. Outside of a step (evaluation, gathering a state), a failure raises an error, and
+the session retries the entire operation. The same rules apply to the compressed reduce-scatter,
+which replaces the plain one with `gradient_compression=`.
 
 If ranks gather blocks in different orders, they exchange the wrong data. If the blocks have the
-same size, no collective fails, and ranks silently compute with the values of a different block.
-Each rank therefore records a trace of the collectives issued in a step, and the commit all-reduce
-compares a check word of the traces. If sizes differ, a collective fails, and the step is aborted
-before its commit all-reduce; the ranks then compare their traces at the next rendezvous.
+same size, no collective fails, and ranks would silently compute with the values of a different
+block. Each rank therefore records a trace of the collectives that it issues in a step, and a check
+word of the trace is compared in the commit all-reduce. If the blocks differ in size, a collective
+fails, and the step is aborted before its commit all-reduce; the ranks then compare their traces at
+the next rendezvous.
 
 Runs on the training thread and, in backward passes, on autograd's thread.
 """
@@ -54,12 +55,13 @@ class IssuedCollectives:
         self._check = 0
 
     def begin(self, step: int) -> None:
-        """Clears the trace, because step number `step` of this model begins."""
+        """Clears the trace when the step with this number begins. `step`: number of this model's
+        step."""
         self._step, self._check = step, 0
         self._codes.clear()
 
     def add(self, kind: str, unit: int) -> None:
-        """Records a collective for unit number `unit`."""
+        """Records a collective for the unit with index `unit`. `kind`: "gather" or "reduce"."""
         code = 2 * unit + (kind == "reduce")
         self._codes.append(code)
         self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
@@ -113,8 +115,8 @@ class Pending(Protocol):
     """A collective in progress."""
 
     def wait(self) -> bool:
-        """Waits for the result. Returns whether later computations can use it. Must be called only
-        once.
+        """Waits for the result, and returns True if later computations can use it. Must be called
+        only once.
 
         In a step on a GPU, only the device waits for the result; whether the collective has
         succeeded is known only once the step is prepared.
@@ -123,7 +125,8 @@ class Pending(Protocol):
 
 
 class Collectives(Protocol):
-    """Collectives for units. All calls must be made on all ranks, in the same order."""
+    """Interface to the collectives that units need. All calls must be made on all ranks, in the
+    same order."""
 
     @property
     def lost(self) -> bool:
@@ -137,7 +140,8 @@ class Collectives(Protocol):
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Starts a reduce-scatter of `full`. This rank's part of the sum is written to `shard`."""
+        """Starts a reduce-scatter of the ranks' `full` tensors, and writes this rank's part of the
+        sum to `shard`."""
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
@@ -160,7 +164,8 @@ _FAILED: Final = _Ended(False)
 
 
 class SessionCollectives:
-    """Collectives on the session's current group. If there is only one rank, they only copy."""
+    """Collectives on the session's current group. If there is only one rank, tensors are only
+    copied."""
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
@@ -241,7 +246,7 @@ class SessionCollectives:
 
 
 class PartCollectives(SessionCollectives):
-    """Collectives on a subset of the session's current group. Valid only as long as that group
+    """Collectives on a subgroup of the session's current group. Usable only as long as that group
     exists."""
 
     def __init__(self, session: StrategySession, part: Group) -> None:
@@ -250,7 +255,7 @@ class PartCollectives(SessionCollectives):
 
     @property
     def rank(self) -> int:
-        """This process's rank within the subset."""
+        """This process's rank in the subgroup."""
         return self._part.rank
 
     @property
@@ -259,8 +264,9 @@ class PartCollectives(SessionCollectives):
 
 
 class ReplicatedCollectives(SessionCollectives):
-    """Gathers parameters within the rank's replica. Sums gradients first within each replica, and
-    then each shard across replicas."""
+    """Collectives for several replicas. Parameters are gathered within the rank's replica.
+    Gradients are reduce-scattered within each replica, and then each shard is summed across
+    replicas."""
 
     def __init__(self, session: StrategySession) -> None:
         super().__init__(session)
@@ -268,7 +274,8 @@ class ReplicatedCollectives(SessionCollectives):
         self._across: Group | None = None
 
     def connect(self, group: Group, division: Division) -> None:
-        """Connects the subsets of a new group. Must be called on every rank of the group.
+        """Connects subgroups of a new group: one within each replica, and one for each shard across
+        replicas. Must be called on every rank of the group.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -349,12 +356,12 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CompressedScatter:
-    """Compressed reduce-scatter of one unit's gradients."""
+    """Callable that starts a compressed reduce-scatter of one unit's gradients."""
 
     def __init__(
         self, compression: GradientCompression, session: StrategySession, number: int
     ) -> None:
-        """`number`: number of the unit; the same on all ranks."""
+        """`number`: index of the unit, which must be the same on all ranks."""
         self._compression = compression
         self._session = session
         self._number = number
@@ -388,15 +395,15 @@ class _Scattering:
         reduction: Reduction | None,
         shard: torch.Tensor | None,
     ) -> None:
-        """`shard`: destination of the sum; None if the step is lost. `reduction`: the reduction in
-        progress; None if the result is already available."""
+        """`shard`: destination of the sum; None if the step has failed. `reduction`: the reduction
+        in progress; None if the result is already available."""
         self._session = session
         self._group = group
         self._reduction = reduction
         self._shard = shard
 
     def wait(self) -> bool:
-        """Waits for the reduction. If the step is lost, fills the shard with zeros."""
+        """Waits for the reduction. If the step has failed, fills the shard with zeros."""
         group, reduction, shard = self._group, self._reduction, self._shard
         del self._group, self._reduction  # these references would keep sockets open
         if shard is None or group is None or reduction is None:

@@ -1,18 +1,18 @@
-"""Engine of zero1, zero2, zero3, fsdp and hsdp: the elements of parameters, gradients and optimizer
-state are sharded across ranks.
+"""Engine of zero1, zero2, zero3, fsdp and hsdp, which shard optimizer state, gradients and
+parameters across ranks.
 
-The strategies differ in which state is sharded (`Stage`), in which parameters one collective covers
+The strategies differ in what is sharded (`Stage`), in which parameters share a collective
 (`groups`), and in the number of replicas (`divide`). (Rajbhandari et al., "ZeRO", SC 2020, sections
 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat pieces of
 parameters, which is correct for elementwise optimizers such as Adam. For optimizers that need
 entire tensors (Muon, Adafactor), each tensor is assigned to one rank (`UnitLayout.whole_tensors`).
 
-A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared once the
-gradients of its shard are summed and the sum has been sent to the mirror holder. The mirror holder
-keeps the shard's parameters and optimizer state as additional pieces of its own optimizer. The
-commit all-reduce also determines which parameters were used and how the buffers changed. Owners and
-mirror holders apply the same update. After a failure, the shards are redistributed for the new
-group (`reshard`). `sharded_state.py` contains the operations on the state between steps, and
+A step ends as described in `engine/partitioned.py`. A rank has prepared the step once the gradients
+of its shard are summed and the sum has been sent to the mirror holder. The mirror holder keeps the
+shard's parameters and optimizer state as additional pieces of its own optimizer. The commit
+all-reduce also determines which parameters were used and how the buffers changed. Owners and mirror
+holders apply the same update. After a failure, the shards are redistributed for the new group
+(`reshard`). `sharded_state.py` contains the operations on the state between steps, and
 `execution.py` gathers units during the passes. Everything runs on the training thread, in the same
 order on every rank.
 """
@@ -277,7 +277,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         return loss
 
     def _weigh(self, step: Step) -> None:
-        """Determines the weight of the gradients of the next pass."""
+        """Determines the weight of the next pass's gradients in the step's sum."""
         self._refuse_reduced(step)
         self._refuse_half_a_pass(step)
         self._weighed = True
@@ -295,8 +295,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def _before_backward(self) -> None:
-        """Prepares a backward pass before its first gradient is used. The forward pass may have
-        covered only part of the module."""
+        """Prepares a backward pass before its first gradient is used. Determines the gradients'
+        weight if no forward pass of the whole module has done so."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -313,7 +313,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     def _prepare_pass(self, step: Step) -> None:
         """Prepares a step's passes before its first collective. Determines when gradients are
         reduced and how compressed gradients are weighted. If parameters are sharded and there are
-        micro-batches, the ranks also exchange which collectives their passes issue."""
+        micro-batches, also exchanges with the other ranks which collectives a pass issues."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )
@@ -336,8 +336,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Undoes the given update or, if it has been undone, reapplies it. Other ranks' parts of
-        unsharded parameters are fetched by the start of the next step."""
+        """Undoes the given update or, if it has been undone, reapplies it. If parameters are
+        unsharded, the other ranks' parts of them are fetched by the start of the next step."""
         # otherwise data could be read before its copy to host memory is complete
         self._held.bring_mirrors()
         super().exchange_update(update)
@@ -584,7 +584,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """Returns this rank's contribution to the changes to buffers."""
+        """Returns this rank's contribution to the sum of changes to buffers."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)
@@ -614,7 +614,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.drop_gradients()
 
     def _updated(self) -> None:
-        """Fetches the pieces of unsharded parameters that other ranks have updated."""
+        """Moves mirrors back to the memory that stores them. If parameters are unsharded, fetches
+        the pieces that other ranks have updated."""
         self._held.updated()
         self._execution.applied()
 
@@ -718,7 +719,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def unsharded_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the parameters, unless they are sharded."""
+        """Returns the buffers and, if every rank has them unsharded between passes, the
+        parameters."""
         parameters = {}
         if self._carries_writes:
             with inside():

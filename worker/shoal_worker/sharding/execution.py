@@ -1,21 +1,22 @@
-"""Gathers, frees and reduces units with hooks on the user's modules, around forward and backward
-passes.
+"""Uses hooks on the user's modules to gather and free units, and to reduce their gradients, around
+forward and backward passes. A unit is a group of parameters (`unit.py`).
 
 - Forward: before a unit's module runs, its parameters are gathered, and gathering of the next
   `prefetch` units starts. After it has run, its parameters are freed. The outermost unit remains
   gathered, because its own layers run first and last (embedding and head).
-- Backward: before the first gradient enters a unit, the unit is gathered again. When the backward
-  pass has left the unit's module, the unit's gradients are reduced and the unit is freed. If units
-  are not gathered, a unit is reduced when all of its parameters have their gradients.
+- Backward: before the first gradient reaches a unit's module, the unit is gathered again. When the
+  backward pass has left the module, the unit's gradients are reduced and the unit is freed. If
+  parameters are not sharded, a unit is reduced as soon as all of its parameters have their
+  gradients.
 - Reductions are issued in a fixed order, last unit first, regardless of the order in which
   gradients arrive, and each unit is reduced in every backward pass. Ranks therefore issue the same
   collectives even if some of them do not use a parameter. Gathers are issued in the order of the
   passes, which must run through the blocks in the same order on all ranks; `issued` detects
   differences between ranks.
 
-This module is independent of steps: the caller determines the weight of the next gradients and when
-to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
-autograd's thread while the training thread waits.
+This module knows nothing about steps: `engine.py` determines the weight of the next gradients, and
+when they are reduced. Everything runs on the training thread or, in a backward pass, on autograd's
+thread while the training thread waits.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class GradientHook:
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
-        """`ready`: method to call with `number` and `index`. Only a weak reference to its object is
-        kept."""
+        """`ready`: bound method to call with `number` and `index`. Only a weak reference to the
+        method's object is kept."""
         self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -64,7 +65,7 @@ class GradientHook:
 
 
 class _ModuleHook:
-    """Hook of one module. In a copy of the module (`clone`), it does nothing."""
+    """Hook on a module. If the module is copied (`clone`), the copy's hook does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
@@ -110,7 +111,7 @@ of its unit."""
 
 
 class Block:
-    """A module whose units are gathered together."""
+    """A module and the units of its parameters, which are gathered together."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
@@ -137,9 +138,9 @@ class Block:
         )
 
     def left_behind(self) -> list[torch.Tensor]:
-        """Ends the last forward pass. Returns the tensors that the pass has stored in its inputs,
-        for example by appending to a list, or in attributes of modules, such as an auxiliary
-        loss."""
+        """Records the end of the innermost forward pass. Returns the tensors that the pass has
+        stored in its inputs (for example, by appending to a list) or in attributes of modules (such
+        as an auxiliary loss)."""
         if not self._before:
             return []
         inputs, before = self._before.pop()
@@ -253,7 +254,8 @@ class ShardedExecution:
             self._around_root = before, after
 
     def release(self) -> None:
-        """Removes the hooks from modules and parameters, so that another object can use them."""
+        """Removes the hooks from modules and parameters, so that another `ShardedExecution` can use
+        them."""
         for hook in (*self._hooks, *(handle for _, handle in self._on_gradients)):
             hook.remove()
 
@@ -301,8 +303,8 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """Kind and unit of each collective in one forward and backward pass, for `take_part` on
-        this rank or on a joiner."""
+        """Kind and unit index of each collective in one forward and backward pass, in order. Used
+        by `take_part` on this rank or on a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
     @passed.setter
@@ -310,10 +312,10 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Learns from other ranks which collectives a pass issues, because a rank without a
+        """Exchanges with other ranks which collectives a pass issues, because a rank without a
         micro-batch must issue them too. Must be called on all ranks, before a step's first
-        collective. The ranks exchange this once per generation. If no rank knows, as in the run's
-        first step, the parameters remain unsharded for that step.
+        collective. The exchange takes place once per generation. If no rank knows the collectives
+        yet, as in the run's first step, the parameters stay unsharded during that step.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -330,9 +332,9 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_unsharded(self) -> None:
-        """Keeps units gathered until the update. Passes then do not issue gathers, but record them
-        as if they did. A rank without samples can therefore take part without knowing a pass's
-        collectives."""
+        """Gathers all units and keeps them gathered until the update. During this time, passes do
+        not issue gathers, but record them as if they did. A rank without samples can therefore take
+        part although it does not know which collectives a pass issues."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
@@ -340,8 +342,9 @@ class ShardedExecution:
 
     def take_part(self) -> None:
         """Participates in a pass of other ranks although this rank has no samples for it: issues
-        the same collectives, with zero gradients. If a pass's collectives are not known, issues
-        only the reductions, because parameters are then unsharded on all ranks."""
+        the same collectives, with zero gradients. If this rank does not know which collectives a
+        pass issues, it takes part only in the reductions, because parameters are then unsharded on
+        all ranks (`keep_unsharded`)."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
@@ -353,7 +356,7 @@ class ShardedExecution:
         self._pass = []
 
     def reduce_rest(self) -> None:
-        """Reduces all gradients that have not been reduced in a backward pass, and waits for all
+        """Reduces all gradients that were not reduced during a backward pass, and waits for all
         sums.
 
         Raises:
@@ -368,9 +371,9 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Begins step number `number` of this model: calls `forget` and, if an aborted step is
-        repeated, drops the gradients of the first attempt. `issues`: called before this rank issues
-        a collective."""
+        """Begins a step: calls `forget` and, if an aborted step is repeated, drops the gradients of
+        the first attempt. `number`: number of this model's step. `issues`: function called before
+        this rank issues a collective."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -380,13 +383,14 @@ class ShardedExecution:
 
     @property
     def carries(self) -> bool:
-        """True if gradients of the previous step have not been cleared and no gradient of this step
-        has arrived yet."""
+        """True if the script has not cleared the gradients of the previous step, and no gradient of
+        this step has arrived yet."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
 
     def take_gradients_last(self) -> None:
-        """Makes Shoal's gradient hooks run after the user's hooks, which may change the gradient.
-        Must be called before each forward pass, because the user may register hooks at any time."""
+        """Makes Shoal's gradient hooks run after the user's hooks, because the latter may change
+        the gradient. Must be called before each forward pass, because the user may register hooks
+        at any time."""
         run_last(self._on_gradients)
 
     def begin_passes(self) -> None:
@@ -394,8 +398,8 @@ class ShardedExecution:
         self._pass = []
 
     def end_passes(self) -> None:
-        """Stops recording. The list of collectives is kept, because a rank without samples must
-        issue the same collectives."""
+        """Stops recording. Keeps the list of collectives for `take_part`, in which a rank without
+        samples must issue the same collectives."""
         if self._pass and not self._collectives.lost:
             # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
@@ -426,8 +430,8 @@ class ShardedExecution:
 
     def drop_gradients(self) -> None:
         """Drops gradients left from the last step, and gradients already summed in the current
-        step. An autograd graph built earlier may still produce more gradients, which keep their
-        weight."""
+        step. A backward pass through an autograd graph that was built earlier may still produce
+        gradients, which get the same weight as before."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()
@@ -436,13 +440,14 @@ class ShardedExecution:
             unit.hidden.drop_gradients()
 
     def show_gradients(self) -> None:
-        """Restores the parameters' `grad` for a training forward pass."""
+        """Makes the parameters' `.grad` an ordinary attribute again, before a forward pass in
+        training."""
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Clears the order of blocks. Also records that the ranks of the new group may not all know
-        the collectives of a pass."""
+        """Prepares for a new group: clears the order of blocks, and records that not all of its
+        ranks may know which collectives a pass issues."""
         self._order = []
         self._visited = []
         self._all_know = False
@@ -496,18 +501,21 @@ class ShardedExecution:
                 unit.free()
 
     def show_copies(self, _: Any) -> None:
-        """Makes parameters that are copies of shards visible to the module before it computes."""
+        """Makes the parameters usable before the module computes, if they are hidden because they
+        are only copies of shards."""
         for unit in self.units:
             unit.hidden.show()
 
     def hide_copies(self, _: Any) -> None:
-        """Frees all parameters after the module has computed, unless a backward pass follows."""
+        """Hides the parameters that `show_copies` has made usable, after the module has computed,
+        unless a backward pass may follow."""
         if not torch.is_grad_enabled():
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Processes a parameter's gradient, which has become ready in this backward pass. `number`:
-        index of the unit in the order of reduction. `index`: index of the parameter in the unit.
+        """Processes the gradient of a parameter when a backward pass has accumulated it. `number`:
+        index of the unit in the order in which units are reduced. `index`: index of the parameter
+        in the unit.
 
         Raises:
             PreconditionError: the backward pass does not belong to a step.

@@ -2,9 +2,9 @@
 
 The squared norm can be summed exactly, so that it does not depend on the distribution of elements
 across ranks. Squares of float32 numbers are exact in float64. Each square is split into digits of
-20 bits at fixed positions; the digits at one position add up to integers below 2^53 for 2^31
-elements, which float64 represents exactly, even in an all-reduce. (The idea of a long accumulator:
-Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
+20 bits at fixed positions. For up to 2^31 elements, the digits at one position add up to an integer
+below 2^53, so their sum in float64 is exact, even in an all-reduce. (The idea of a long
+accumulator: Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
 `engine.py` decides how a step ends. May be used only on the training thread.
 """
@@ -30,8 +30,8 @@ DIGITS: Final = 28
 
 
 def square_digits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the digits of the sum of squares of finite float32 `values`: integers in a float64
-    tensor [DIGITS] on the CPU."""
+    """Returns the digits of the sum of the squares of `values`, which must be finite and float32.
+    The digits are integers in a float64 tensor of shape [DIGITS] on the CPU."""
     rest = values.double().square()
     digits = torch.zeros(DIGITS, dtype=torch.float64)
     largest = float(rest.max()) if rest.numel() else 0.0
@@ -49,7 +49,7 @@ def square_digits(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_digits(digits: Sequence[float]) -> float:
-    """Returns the sum represented by the digits, rounded once."""
+    """Returns the sum that the digits represent, rounded only once."""
     total = sum(
         Fraction(int(digit)) * Fraction(2) ** (_HIGHEST - (place + 1) * _BITS)
         for place, digit in enumerate(digits)
@@ -78,7 +78,7 @@ class CutGradients:
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:
         """Sends the gradient sums to the ranks that mirror this rank's shard, if any. Returns False
-        if the step is lost."""
+        if the step has failed."""
         if not division.mirrors:
             return True
         on_their_way = []
@@ -94,7 +94,8 @@ class CutGradients:
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
         """Returns this rank's part of the squared norm, as float64 numbers to be summed across
-        ranks. `counted`: units whose shards only this rank counts."""
+        ranks. `counted`: units whose shard on this rank is counted here; no other rank may count
+        the same shard."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:

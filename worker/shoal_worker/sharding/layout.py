@@ -1,10 +1,10 @@
-"""Layout of sharded elements across ranks, and their movement when the layout changes. Pure
+"""Layout of sharded elements across ranks, and the transfers when the layout changes. Pure
 arithmetic: all ranks compute the same results.
 
 A unit (`UnitLayout`) is gathered and reduced in one collective. Its parameters, in order, fill a
 vector, which is padded so that it can be divided into equal shards of complete cache lines, one per
 rank. A rank's shard is divided into pieces at the boundaries between parameters. The optimizer gets
-one piece per parameter, possibly empty, so that parameter groups keep their meaning.
+one piece of each parameter, possibly empty, so that its parameter groups remain valid.
 
 An optimizer that needs entire tensors requires a different layout (`whole_tensors`): each parameter
 has one owner, and the pieces of all other ranks are empty. All shards are padded to the length of
@@ -12,13 +12,13 @@ the longest one, so that the same collectives can be used.
 
 A `Division` defines the number of shards of a model, and which shards each rank has. Ranks that
 together have all shards form a replica. The ranks of a replica are consecutive, so a replica is on
-one host if its number of ranks equals the host's. With one replica, each shard is mirrored by a
-second rank. With several replicas, each shard has copies in the other replicas and is not mirrored.
+one host if it has as many ranks as each host. With one replica, each shard is mirrored by a second
+rank. With several replicas, each shard has copies in the other replicas and is not mirrored.
 
-`runs` and the functions below it move elements from one division to another. "Position p of w"
-denotes shard p of a unit's w shards. Before the move, each old position is on one or more ranks:
-its owners and its mirror holder. Afterwards, each rank has its new positions. One all-to-all per
-vector performs the move.
+`runs` and the functions below it move elements from one division to another. A position is the
+index of a shard among a unit's shards. Before the move, the shard at each old position is on one or
+more ranks: its owners and its mirror holder. Afterwards, each rank has the shards at its new
+positions. The move takes one all-to-all per vector.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class UnitLayout:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """Owner of each parameter, if `whole_tensors`. Parameters are assigned in order of size,
-        the largest first, each to the rank with the fewest elements (Graham, "Bounds on
+        """Rank that owns each parameter, if `whole_tensors`. Parameters are assigned in order of
+        size, the largest first, each to the rank with the fewest elements (Graham, "Bounds on
         Multiprocessing Timing Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size
         for index in sorted(range(len(self.shapes)), key=lambda i: (-self.numels[i], i)):
@@ -220,8 +220,8 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
 
 def mirror_stride(topology: Topology) -> int:
     """Returns the distance in ranks from the owner of a shard to its mirror holder: the number of
-    ranks on the largest host. Since the ranks of a host are consecutive, a mirror is never on the
-    same host as its shard, unless that host has more than half of the ranks."""
+    ranks on the largest host. Since the ranks of a host are consecutive, a shard and its mirror are
+    never on the same host, unless that host has more than half of the ranks."""
     return topology.most_local % topology.world_size or 1
 
 
@@ -238,7 +238,7 @@ class Division:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas, and therefore of ranks that own each shard."""
+        """Number of replicas, which is also the number of ranks that own each shard."""
         return self.world_size // self.shards
 
     @property
@@ -284,8 +284,8 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Range of elements that one rank sends to another. It is contiguous both in the old and in the
-    new shard."""
+    """Range of elements that one rank sends to another. The range is contiguous both in the old and
+    in the new shard."""
 
     length: int
     old_position: int
@@ -297,13 +297,13 @@ class Transfer:
 def runs(
     *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
 ) -> list[list[list[Transfer]]]:
-    """Returns the ranges of elements to be sent, by sender and receiver, in their order in the
-    messages.
+    """Returns the ranges of elements to be sent, by sender and receiver, in the order in which the
+    messages contain them.
 
     Args:
         old, new: layouts of the same parameters before and after the move.
-        sends: old position -> rank that sends it.
-        gets: new positions of each rank of the new group.
+        sends: for each old position, the rank that sends its shard.
+        gets: for each rank of the new group, its new positions.
     """
     moved = _overlaps(old.segments, new.segments)
     table: list[list[list[Transfer]]] = [[[] for _ in gets] for _ in gets]

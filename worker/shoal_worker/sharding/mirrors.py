@@ -3,10 +3,10 @@ are updated.
 
 A mirror is a copy of another rank's shard with its optimizer state, so that the state survives if
 that rank dies. A mirror must equal the owner's shard bit for bit, but an update on the host would
-be rounded differently. Before each update, it is therefore moved to the device, where this rank's
-optimizer updates it together with the rank's own shard; afterwards, it is moved back. During the
-passes, when activations need the most memory, mirrors do not use device memory. The price is two
-transfers of the mirror over the bus per step.
+be rounded differently. Before each update, the mirror is therefore moved to the device, where this
+rank's optimizer updates it together with the rank's own shard. Afterwards, it is moved back. During
+the passes, when activations need the most memory, mirrors do not use device memory. The price is
+two transfers of the mirror over the bus per step.
 
 Copies are queued on the training thread's stream, and the host does not wait for them. May be used
 only on the training thread.
@@ -32,7 +32,7 @@ _MUCH: Final = 0.8
 
 
 class HostMemory(Protocol):
-    """Host memory that can store a device's tensors."""
+    """Interface to host memory that stores tensors of a device."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether `tensor` is in this host memory, not on the device."""
@@ -47,7 +47,8 @@ class HostMemory(Protocol):
         ...
 
     def is_wanted(self) -> bool:
-        """Returns whether the device has been short of memory."""
+        """Returns whether tensors should be moved here, because the device has been short of
+        memory."""
         ...
 
 
@@ -73,7 +74,7 @@ class PinnedMemory:
         return tensor.to(self._device, non_blocking=True)
 
     def is_wanted(self) -> bool:
-        """Returns whether the device has been short of memory."""
+        """Returns whether the device has been short of memory, judged by its peak memory use."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         return torch.cuda.max_memory_allocated(self._device) > _MUCH * total
 
@@ -103,9 +104,9 @@ class TravellingMirrors:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """Moves all mirrors to host memory if required, and drops their gradients. `updated`: True
-        if the mirrors have been updated. Every 16th such call checks the device's free memory,
-        which takes 0.1 ms."""
+        """Moves the mirrors to host memory and drops their gradients, if they are stored there
+        between updates. `updated`: True if the mirrors have been updated. With `where=None`, every
+        16th such call checks whether the device has been short of memory, which takes 0.1 ms."""
         memory = self._memory
         if memory is None:
             return
@@ -145,8 +146,8 @@ class TravellingMirrors:
 def _elements(
     optimizer: torch.optim.Optimizer | None, mirror: Holding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yields each per-element tensor in a mirror's optimizer state, with its container and its
-    key."""
+    """Yields the tensors in a mirror's optimizer state that have one element per element of a
+    piece, each with the dict that contains it and its key."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for key, value in list(state.items()):

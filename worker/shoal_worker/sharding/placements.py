@@ -38,9 +38,10 @@ class ShardPlacement:
         return kept.copy_(tensor)
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy of a flat device tensor in this memory, or the tensor itself if it is
-        already there and has this dtype. Used for updates. The values are available after the next
-        call to `arrived`; one call suffices for many tensors."""
+        """Moves a flat tensor from the device to this memory, converts it to `dtype`, and returns
+        it. Returns the tensor itself if it is already there and has this dtype. Used for updates.
+        The values are available after the next call to `arrived`; one call suffices for many
+        tensors."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
@@ -48,7 +49,7 @@ class ShardPlacement:
 
 
 class HostPlacement(ShardPlacement):
-    """Pinned host memory, for full transfer speed."""
+    """Pinned host memory, which allows transfers at full speed."""
 
     apart = True
 
@@ -98,8 +99,8 @@ class FilePlacement(ShardPlacement):
         """Returns a flat tensor of zeros in a mapped file.
 
         Raises:
-            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot continue, and a
-                new group would not help.
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot continue, not
+                even in a new group.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -125,8 +126,8 @@ class FilePlacement(ShardPlacement):
 
 
 def placement_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> ShardPlacement:
-    """Returns the memory for shards that `offload` selects, for parameters on `device`. "cpu" has
-    no effect for parameters on the CPU."""
+    """Returns the memory in which `offload` places the shards of parameters on `device`. "cpu" has
+    no effect if the parameters are on the CPU."""
     if isinstance(offload, Path):
         return FilePlacement(offload)
     return HostPlacement() if offload == "cpu" and device.type != "cpu" else ShardPlacement(device)

@@ -1,13 +1,13 @@
 """Redistributes sharded parameters and optimizer state when the ranks change.
 
 One all-to-all per vector sends each rank the elements that it needs (`layout.py`). No rank replaces
-its shards before every rank has confirmed that it has received everything, and the previous shards
-are kept until the next commit. After a failure, one of the two shardings is therefore complete, and
-the next attempt starts from the newest complete one.
+its shards before all ranks have confirmed that they have received everything, and the previous
+shards are kept until the next commit. After a failure, the old or the new sharding is therefore
+complete, and the next attempt starts from the newest complete one.
 
-If a rank dies or leaves and its peers cannot reshard yet, a shard may remain on a single rank. A
-second rank then keeps a copy of it (`engine/state/holders.py`), so that the state survives if one
-more rank dies.
+If a rank dies or leaves and its peers cannot reshard yet, some shards may remain on a single rank.
+A second rank then keeps a copy of each (`engine/state/holders.py`), so that the state survives if
+one more rank dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ ELEMENTS: Final = "elements of"
 
 
 class ShardedOptimizerState:
-    """Optimizer state of one model, by unit and by piece."""
+    """Optimizer state of one model, accessed by unit and by piece. A value that has one element per
+    element of the parameter is an element state (a moment, for example); other values are
+    scalars."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
@@ -65,8 +67,8 @@ class ShardedOptimizerState:
         return dict(sorted(found.items()))
 
     def check_dtypes(self, unit: Unit) -> None:
-        """Checks that an element state has the same dtype in all parameters of a unit, because it
-        is sharded as one vector. Otherwise raises ConfigurationError (STATE_UNSUPPORTED)."""
+        """Checks that each element state has the same dtype for all parameters of a unit, because
+        it is sharded as one vector. Otherwise raises ConfigurationError (STATE_UNSUPPORTED)."""
         found: dict[str, tuple[torch.dtype, str]] = {}
         for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True):
             for key, value in self._of(piece).items():
@@ -83,7 +85,7 @@ class ShardedOptimizerState:
                     )
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an element state of an entire shard, as a flat tensor."""
+        """Returns the element state `key` of an entire shard as one flat tensor."""
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.placement.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
@@ -94,8 +96,9 @@ class ShardedOptimizerState:
     def ranges(
         self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype
     ) -> list[tuple[int, torch.Tensor]]:
-        """Returns an element state of an entire shard without assembling it: for each piece, the
-        index of its first element in the concatenated parameters, and its elements, flat."""
+        """Returns the element state `key` of an entire shard as a list of ranges, without
+        assembling it. A range belongs to one piece. It consists of the index of its first element
+        in the concatenated parameters, and its elements as a flat tensor."""
         begins = [0, *itertools.accumulate(unit.layout.numels)]
         ranges = []
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
@@ -108,12 +111,12 @@ class ShardedOptimizerState:
         return ranges
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """Returns, for each parameter, its scalars and `ELEMENTS`; {} for a parameter without state
-        on this rank."""
+        """Returns, for each parameter, its scalars, and the names of its element states under the
+        key `ELEMENTS`. The result is {} for a parameter without state on this rank."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
-        """Returns the `scalars` of the parameters in one shard."""
+        """Returns the same as `scalars`, for the shard in `holding`."""
         return [
             _scalars(unit, state, piece) if (state := self._of(piece)) else {}
             for piece in holding.pieces
@@ -192,9 +195,9 @@ class ShardedOptimizerState:
 
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     """Returns whether a value of the optimizer state is an element state, which is sharded and
-    moved like the parameter. `shape`: shape of the parameter or of its local part. If tensors are
-    not split, the value must have the parameter's dtype, so that all owners in a unit agree on the
-    dtype without communication."""
+    moved together with its parameter. `shape`: shape of the parameter or of its local part. If
+    tensors are not split, the value must have the parameter's dtype, so that all owners in a unit
+    agree on the dtype without communication."""
     return is_element(value, key, shape) and (
         not unit.layout.whole_tensors or value.dtype == unit.dtype
     )
@@ -209,8 +212,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors with
-    a single element stay on the device where the optimizer keeps them."""
+    """Returns a deep copy of a value of the optimizer state, with tensors on `device`. Tensors
+    without dimensions, such as step counts, stay on the device where the optimizer keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
@@ -229,7 +232,7 @@ previous sharding, and one for every two copies."""
 
 
 class Messages(Protocol):
-    """Exchange of messages among ranks."""
+    """Interface for exchanging messages among ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -239,7 +242,7 @@ class Messages(Protocol):
 
 
 class Peers(Messages, Protocol):
-    """Ranks among which shards are moved."""
+    """Interface to the ranks among which shards are moved."""
 
     @property
     def world_size(self) -> int: ...
@@ -255,7 +258,8 @@ class Peers(Messages, Protocol):
         input_sizes: Sequence[int],
     ) -> None:
         """Sends one part of a flat tensor to each rank, and receives one part from each rank.
-        `output_sizes`, `input_sizes`: number of elements received from and sent to each rank."""
+        `output_sizes`: number of elements received from each rank. `input_sizes`: number of
+        elements sent to each rank."""
         ...
 
 
@@ -311,8 +315,8 @@ def rows_of(held: Sequence[RankShards]) -> list[int]:
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Returns the ranks that have each shard of the newest complete sharding. `rows`: all ranks'
-    results of `rows_of`. Raises ShardsLostError if no sharding is complete."""
+    """Returns the newest complete sharding, with the ranks that have each of its shards. `rows`:
+    all ranks' results of `rows_of`. Raises ShardsLostError if no sharding is complete."""
     reported = [
         (rank, entry)
         for rank, row in enumerate(rows)
@@ -332,8 +336,8 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """Returns this rank's shards of sharding `number`; None if it has none. The rank's own shards
-    take precedence over copies of other ranks' shards."""
+    """Returns this rank's shards of the sharding with this number; None if it has none. The rank's
+    own shards take precedence over copies of other ranks' shards."""
     own = sorted(
         (each for each in held if each.cut.number == number), key=lambda each: not each.copied
     )
@@ -357,9 +361,10 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """Merges a rank's earlier copies of shards of the sharding `newest` with newly received copies.
-    `arrived`: for each unit, the received copies by position. `scalars`: scalars of all parameters,
-    if tensors are not split; otherwise None."""
+    """Merges copies of shards that this rank already keeps with newly received copies. Earlier
+    copies that do not belong to the sharding `newest` are dropped. `arrived`: for each unit, the
+    received copies by position. `scalars`: scalars of all parameters, if tensors are not split;
+    otherwise None."""
     vectors: list[dict[int, Mapping[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == newest.cut:
@@ -390,8 +395,8 @@ element states."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveVectors(Mapping[str, torch.Tensor]):
-    """The vectors of one of this rank's shards, by name. They are read from the shard's current
-    state: an element state is not copied before it is requested."""
+    """Vectors of one of this rank's shards, by name, read from the current state on request. An
+    element state is copied only when it is requested."""
 
     unit: Unit
     holding: Holding
@@ -418,7 +423,7 @@ class LiveVectors(Mapping[str, torch.Tensor]):
         return 1 + len(self.dtypes)
 
     def ranges(self, name: str) -> list[tuple[int, torch.Tensor]]:
-        """Returns `ShardedOptimizerState.ranges` of an element state."""
+        """Returns the element state `name` as ranges (`ShardedOptimizerState.ranges`)."""
         return self.state.ranges(self.unit, self.holding, name, self.dtypes[name])
 
 
@@ -430,9 +435,8 @@ def hold(
     *,
     live: bool = False,
 ) -> RankShards:
-    """Returns this rank's current shards. The parameters' values share memory with the units.
-    Element states are copies, or, if `live`, are read from the optimizer when needed
-    (`LiveVectors`)."""
+    """Returns this rank's current shards. The values of parameters share memory with the units.
+    Element states are copied now or, if `live` is True, when they are requested (`LiveVectors`)."""
     vectors: list[dict[int, Mapping[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
@@ -451,8 +455,8 @@ def hold(
 def vector_of(
     unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns a vector of a shard; zeros if tensors are not split and no tensor in the shard has
-    this element state."""
+    """Returns the vector `name` of a shard. Returns zeros if tensors are not split and no tensor in
+    the shard has this element state."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
     return torch.zeros_like(shards[VALUES], dtype=dtype)
@@ -461,11 +465,13 @@ def vector_of(
 def gather_from_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-    """Returns `scalars` and `element_keys` of all units, as received from the rank that sends each
-    position. Used if tensors are not split. Must be called on every rank; all get the same result.
+    """Returns the `scalars` and `element_keys` of all units, as sent by the rank that sends the
+    shard at each position. Used if tensors are not split. Must be called on every rank; all ranks
+    get the same result.
 
     Args:
-        sends, mine: results of `newest_of` and `held_of`.
+        sends: for each position, the rank that sends its shard.
+        mine: this rank's shards of that sharding (`held_of`); None if it has none.
 
     Raises:
         ConfigurationError (STATE_UNSUPPORTED): the optimizer's state cannot be sent.
@@ -512,12 +518,13 @@ def reshard(
     Args:
         held: this rank's shards, by sharding; empty on a joiner.
         scalars, keys: scalars and element keys of the optimizer state, by unit; the same on all
-            ranks. If tensors are not split, their owners send both instead.
+            ranks. Both are ignored if tensors are not split, because the owners of the tensors then
+            send them.
         number: number of the new sharding.
         division: how `peers` are divided into replicas.
 
     Raises:
-        ShardsLostError: shards are missing for every sharding.
+        ShardsLostError: no sharding is complete.
         MembershipChanged: the group has ended.
     """
     rank, world_size = peers.rank, peers.world_size
@@ -570,7 +577,7 @@ def reshard(
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
-    """Returns the sharding of `rank` in a division, with its positions."""
+    """Returns the `Cut` of `rank` in this division. `number`: number of the sharding."""
     return Cut(
         number=number,
         world_size=division.shards,

@@ -1,9 +1,10 @@
 """Parameters and optimizer state of one model on this rank: unsharded at first, then sharded across
 the ranks of a group.
 
-This module changes the sharding, and assembles the complete state (`unsharded_vectors.py`) for
-checkpoints, operations between steps, and the user. It is independent of steps (`engine.py`) and of
-gathering during passes (`execution.py`). May be used only on the training thread.
+This module shards and reshards the state. It also assembles the complete state
+(`unsharded_vectors.py`) for checkpoints, operations between steps, and the user. It is independent
+of steps (`engine.py`) and of gathering during passes (`execution.py`). May be used only on the
+training thread.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class ShardedState(PartitionedState):
         stage: Stage,
         divide: Callable[[Topology], Division] = among_all,
     ) -> None:
-        """`divide`: returns how the ranks are divided into replicas, given their distribution
-        across hosts."""
+        """`divide`: function that divides the ranks into replicas, given their distribution across
+        hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
@@ -139,7 +140,7 @@ class ShardedState(PartitionedState):
 
     @property
     def whole(self) -> bool:
-        """True if the state is not sharded yet; this rank then has all of it."""
+        """True if the state is not sharded yet, so that this rank has all of it."""
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
@@ -156,7 +157,7 @@ class ShardedState(PartitionedState):
         self._warn_of_padding()
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state across the ranks of a new group, from the shards that these ranks
+        """Reshards the state across the ranks of a new group, using the shards that these ranks
         have. Must be called on every rank.
 
         Raises:
@@ -227,8 +228,8 @@ class ShardedState(PartitionedState):
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """Drops the previous sharding. Must be called once a step has been applied on the current
-        one."""
+        """Drops the shards of the previous sharding. Must be called once a step has been applied to
+        the current sharding."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
@@ -249,8 +250,8 @@ class ShardedState(PartitionedState):
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the state that other ranks have too, keyed by a description: this rank's shards,
-        and unsharded parameters."""
+        """Returns the tensors of this rank that can be compared with those of other ranks, grouped
+        under descriptions: the shards that it owns or mirrors, and unsharded parameters."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
         shards: dict[int, dict[str, torch.Tensor]] = {}
@@ -280,7 +281,8 @@ class ShardedState(PartitionedState):
 
     def _held(self, *, values_alone: bool = False, live: bool = False) -> list[RankShards]:
         """Returns this rank's shards of the current and the previous sharding, and its copies of
-        other ranks' shards. `live`: see `hold`."""
+        other ranks' shards. `values_alone`: True to omit the optimizer's state. `live`: see
+        `hold`."""
         self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = (
@@ -293,9 +295,9 @@ class ShardedState(PartitionedState):
     def _agreed(
         self, channel: Channel, *, live: bool = False
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-        """Returns this rank's shards, and the scalars and element keys of the complete state, which
-        the owners send if tensors are not split. Must be called on all ranks, within an operation.
-        Raises the same errors as `reshard`. `live`: see `hold`."""
+        """Returns this rank's shards, and the scalars and element keys of the complete optimizer
+        state. If tensors are not split, the owners send the scalars and keys. Must be called on all
+        ranks, within an operation. Raises the same errors as `reshard`. `live`: see `hold`."""
         held = self._held(live=live)
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -329,8 +331,8 @@ class ShardedState(PartitionedState):
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of a peer's `capture_common`. A rank that had not sharded its state
-        then drops it, and receives its shards in `reshard`."""
+        """Restores the result of a peer's `capture_common`. If this rank had not sharded its state,
+        it drops the state, and receives its shards in `reshard`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -354,9 +356,9 @@ class ShardedState(PartitionedState):
         )
 
     def part(self, channel: Channel) -> StatePart | None:
-        """Returns this rank's part of the result of `assemble`; None if the rank has the complete
-        state. Must be called on all ranks, within an operation. Raises the same errors as
-        `reshard`."""
+        """Returns this rank's part of the complete state, for a sharded checkpoint; None if the
+        rank has the complete state. Must be called on all ranks, within an operation. Raises the
+        same errors as `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel, live=True)
@@ -377,8 +379,9 @@ class ShardedState(PartitionedState):
         wholes: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
-        """Returns the state in the format of a single process. `wholes`: complete vectors by name,
-        for each unit. `scalars`: scalars of the optimizer state, for each unit."""
+        """Returns the state in the format of a single process. `wholes`: for each unit, its
+        complete vectors (parameters, element states) by name. `scalars`: for each unit, the scalars
+        of the optimizer state."""
         saved = (
             optimizer_state(self._places, self.settings, self.units, scalars, wholes)
             if self.optimizer is not None
@@ -390,8 +393,8 @@ class ShardedState(PartitionedState):
         )
 
     def restore_unsharded(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `assemble` from any strategy. The state is then unsharded until
-        the next step begins."""
+        """Restores the result of `assemble`, possibly of another strategy. The state is then
+        unsharded until the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_unsharded()
@@ -428,9 +431,10 @@ class ShardedState(PartitionedState):
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_unsharded_again(self, channel: Channel) -> None:
-        """Restores the unsharded state on all ranks if only some ranks have sharded it and some may
-        have left. No update is lost, because no step has been taken on the incomplete sharding.
-        Must be called on all ranks, within an operation. Raises the same errors as `reshard`."""
+        """Restores the unsharded state on all ranks if only some ranks have sharded it. Ranks may
+        have left since then. No update is lost, because no step has been applied to the incomplete
+        sharding. Must be called on all ranks, within an operation. Raises the same errors as
+        `reshard`."""
         received = channel.exchange(b"whole" if self.whole else b"")
         if all(received) or not any(received):
             return
@@ -439,8 +443,8 @@ class ShardedState(PartitionedState):
             self.restore_unsharded(state)
 
     def fill(self, channel: Channel) -> None:
-        """Fetches the updated values of unsharded parameters. Must be called on all ranks, within
-        an operation. Raises the same errors as `reshard`."""
+        """Fetches the current values of unsharded parameters from the ranks that update them. Must
+        be called on all ranks, within an operation. Raises the same errors as `reshard`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
         # even if this rank has not sharded its state yet, because a peer may have begun the first
@@ -453,8 +457,9 @@ class ShardedState(PartitionedState):
 
     @contextlib.contextmanager
     def unsharded_for(self, channel: Channel) -> Iterator[None]:
-        """Context in which the parameters stay unsharded on this rank during any computation. Must
-        be entered on all ranks, within an operation. Raises the same errors as `reshard`."""
+        """Context in which the parameters are unsharded on this rank, so that any code can compute
+        with them. Must be entered on all ranks, within an operation. Raises the same errors as
+        `reshard`."""
         if self.cut is None:
             yield
             return

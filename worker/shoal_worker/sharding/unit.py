@@ -1,5 +1,5 @@
-"""A unit: parameters that are gathered together and whose gradients are reduced together. Manages
-their memory on this rank.
+"""Memory of a unit on this rank. A unit consists of parameters that are gathered together, and
+whose gradients are reduced together.
 
 Memory of a unit between its passes, on each of N ranks, where P is the size of its parameters in
 bytes (plus P/N on a rank that mirrors another rank's shard):
@@ -12,13 +12,13 @@ bytes (plus P/N on a rank that mirrors another rank's shard):
 
 The module's own parameters always remain the same objects. They are views of `full`, whose memory
 is returned to the allocator while no module computes with the parameters. As in torch's FSDP, this
-is done by resizing the storage to zero: tensors saved by autograd refer to the same storage, which
-has its values again when the unit is gathered for its backward pass. In between, the parameters
-have no memory. Optimizers update pieces of shards (`Holding`).
+is done by resizing the storage to zero. Tensors saved by autograd refer to the same storage, which
+contains the values again when the unit is gathered for its backward pass. Optimizers update pieces
+of shards (`Holding`), not the module's parameters.
 
-If passes use a different dtype than updates, or shards are elsewhere (`ShardPlacement`), shards
-have separate memory at every stage, and `full` is a copy of them. This takes P bytes in the dtype
-of the passes, and P/N in the dtype of the shards.
+If passes use a different dtype than updates, or if shards are stored elsewhere (`ShardPlacement`),
+shards have separate memory at every stage, and `full` contains copies of them. This takes P bytes
+in the dtype of the passes, and P/N in the dtype of the shards.
 
 This module does not decide when to gather or reduce (`execution.py`).
 """
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """Stages of sharding, which differ in the state that is sharded. Each stage includes the
-    previous ones (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
+    """Stages of sharding. They determine what is sharded: each stage shards the named state in
+    addition to that of the previous stages (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
@@ -77,7 +77,8 @@ class Holding:
         """Sum of all ranks' gradients; None if they have not been reduced yet in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Makes this object store the shard at `position`; None: no shard."""
+        """Makes this object store `shard`, the shard at `position`. If `position` is None, it
+        stores no shard."""
         self.position, self.shard, self.gradient = position, shard, None
         self._whole_tensors = layout.whole_tensors
         self.cuts = (
@@ -90,7 +91,8 @@ class Holding:
             piece.data = layout.piece(shard, cut)
 
     def move(self, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Moves the shard to the memory of `shard`, and drops its gradients."""
+        """Replaces the shard with `shard`, a copy of it in other memory, and drops its
+        gradients."""
         self.shard = shard
         for piece, cut in zip(self.pieces, self.cuts, strict=True):
             piece.grad = None
@@ -98,10 +100,10 @@ class Holding:
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
         """Sets the optimizer's gradients to the sum divided by `divisor`. `present`: for each
-        parameter, True if any rank has used it; other parameters get None. If tensors are not
-        split, parameters of other ranks get None too, because optimizers that need entire tensors
-        may not accept empty ones. The gradients are available once the placement's `arrived` has
-        returned."""
+        parameter, True if any rank has used it. Other parameters get no gradient (None). If tensors
+        are not split, parameters of other ranks get None too, because optimizers that need entire
+        tensors may not accept empty ones. The gradients are available once the placement's
+        `arrived` has returned."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._placement.bring(gradient.div_(divisor), self.shard.dtype)
@@ -119,7 +121,8 @@ class Holding:
 
 
 class Unit:
-    """Parameters of one dtype, either all trained or all frozen."""
+    """Parameters that are gathered together and whose gradients are reduced together. They have the
+    same dtype, and are either all trained or all frozen."""
 
     def __init__(
         self,
@@ -135,11 +138,11 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes ownership of the memory of the unsharded parameters. `cut` or `adopt` must be
-        called next.
+        """Takes over the memory of the parameters, which must be unsharded. `cut` or `adopt` must
+        be called next.
 
         Args:
-            name: name of the unit, for errors.
+            name: name of the unit in error messages.
             parameters, names: the module's parameters and their names in the module.
             stage: state that is sharded.
             wide: True if gradients are summed in float64.
@@ -237,8 +240,8 @@ class Unit:
         self.own.hold(0, self._full, self.layout)
 
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
-        """Shards the parameters, which must be unsharded on this rank. Keeps only the shards at
-        `position` and `mirrored`."""
+        """Divides the parameters, which must be unsharded on this rank, into `world_size` shards.
+        Keeps only the shards at `position` and `mirrored`."""
         assert self._gathered
         self.finish_gathering()
         whole = self.layout.in_order(self._full)
@@ -253,8 +256,9 @@ class Unit:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Takes over the given shards, out of `world_size` shards. The other elements are gathered
-        when needed."""
+        """Replaces the unit's memory with some of `world_size` shards: those at `position` and
+        `mirrored`. The other elements are gathered when needed. `shards`: values of these shards,
+        by position."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._unsharded_dtype)
         self._hold(position, mirrored, shards.__getitem__)
@@ -263,7 +267,7 @@ class Unit:
 
     def make_unsharded(self, flat: torch.Tensor | None = None) -> None:
         """Makes all parameters unsharded on this rank, as if there were only one rank. `flat`:
-        their values; None: arbitrary values."""
+        values of the parameters; None: the values are arbitrary until they are loaded."""
         self.finish_gathering()
         self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
@@ -273,14 +277,16 @@ class Unit:
         self.mirror.hold(None, self._full[:0], self.layout)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Sets the gathered values without communicating. The sharding does not change."""
+        """Sets the gathered values to `flat`, as if they had been gathered. Does not communicate or
+        change the shards."""
         self.finish_gathering()
         self._allocate()
         self._put(flat)
         self._gathered = True
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Loads new values for all parameters. The sharding does not change."""
+        """Loads new values for all parameters into this rank's shards, and into the gathered
+        parameters if there are any. The sharding does not change."""
         self.finish_gathering()
         whole = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         for view, value in zip(self.layout.views(whole), values, strict=True):
@@ -293,8 +299,8 @@ class Unit:
             self._full.copy_(whole)
 
     def _put(self, elements: torch.Tensor) -> None:
-        """Writes the values of the unsharded parameters. `elements`: the values, in the parameters'
-        order."""
+        """Writes values into the unsharded parameters. `elements`: the values, in the order of the
+        parameters."""
         for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
             view.copy_(value)
 
@@ -359,7 +365,7 @@ class Unit:
             self._show()
 
     def finish_gathering(self) -> None:
-        """Waits until the parameters are gathered or the step is lost."""
+        """Waits until the parameters are gathered or the step has failed."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
@@ -374,9 +380,9 @@ class Unit:
         )
 
     def free(self) -> None:
-        """Frees the memory of the gathered parameters if parameters are sharded. Otherwise the
-        memory remains; if it is a copy of shards that have their own memory, the parameters are
-        hidden, so that the script does not mistake the copy for the shards."""
+        """Frees the memory of the gathered parameters, if parameters are sharded. If they are not
+        sharded, but are a copy of shards that have their own memory, hides the parameters, so that
+        the script does not mistake the copy for the shards."""
         uncut = self.own.shard is self._full  # there are no other copies of the values
         if uncut or not self.apart:
             return
@@ -425,14 +431,14 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that no longer uses the memory for gathered values; None if there is
-        none."""
+        """Name of a parameter that the script has moved to memory other than the unit's; None if
+        there is none."""
         index = find_moved(self.parameters, self._views)
         return self.parameter_names[index] if index is not None else None
 
     def changed(self) -> None:
-        """Marks the gathered values as outdated, unless the parameters are frozen. Must be called
-        after an optimizer step."""
+        """Records that the shards have new values, so that the gathered values are outdated. Has no
+        effect on unsharded frozen parameters. Must be called after an optimizer step."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -445,8 +451,9 @@ class Unit:
     # ------------------------------------------------------------------------------------ gradients
 
     def add_gradient(self, index: int, factor: float) -> None:
-        """Adds the gradient of one parameter, weighted by `factor`. If the factor is zero, the
-        gradient may contain anything, even NaN."""
+        """Removes the gradient that autograd has stored in a parameter, and adds it, weighted by
+        `factor`, to the accumulated gradient. If the factor is zero, the gradient is ignored, and
+        may even contain NaN."""
         gradient = self.hidden.take_gradient(index)
         if gradient is None:
             return
@@ -509,15 +516,16 @@ class Reducing:
         self._pending = pending
 
     def wait(self) -> None:
-        """Waits for the sum and adds it to the shard's gradient. Adds nothing if the step is
-        lost."""
+        """Waits for the sum and adds it to the shard's gradient. Adds nothing if the step has
+        failed."""
         if self._pending.wait():
             own, shard = self._unit.own, self._shard.to(self._unit.sum_dtype)
             own.gradient = shard if own.gradient is None else own.gradient.add_(shard)
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Removes the accumulated gradient from a parameter and returns this rank's part of it."""
+    """Removes the gradient that autograd has stored in a parameter, and returns this rank's part of
+    it."""
     gradient = take_gradient(leaf)
     return None if gradient is None else _local_part(leaf, gradient)
 

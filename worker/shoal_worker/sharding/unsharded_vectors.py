@@ -1,9 +1,10 @@
-"""Assembles sharded vectors in operations between steps, and decides which ranks write which parts
-of a vector to a checkpoint.
+"""Assembles sharded vectors in operations between steps, and decides which rank writes which part
+of a vector to a checkpoint. A unit's vectors are the concatenated values of its parameters and, for
+each kind of moment, the concatenated moments.
 
-The functions send messages to all members instead of using an all-gather, for two reasons: the
+The functions send messages to all members instead of using an all-gather, for two reasons. The
 newest group may contain learners, and the ranks may still have the shards of the previous group,
-with mirrors in place of lost ranks.
+where the shards of failed ranks exist only as mirrors.
 
 Model and optimizer state have the same format as on a single process: the module's names, unsharded
 shapes, and indices as in torch's optimizers. Every strategy can save and load this format.
@@ -48,8 +49,8 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns the optimizer state as `torch.optim.Optimizer.state_dict()` would in a single
-    process. `places`: for each parameter group, the indices of its parameters."""
+    """Returns the optimizer state that `torch.optim.Optimizer.state_dict()` would return in a
+    single process. `places`: for each parameter group, the indices of its parameters."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):
@@ -71,8 +72,8 @@ def spread(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
 ) -> None:
-    """Loads the result of `optimizer_state` into the optimizer, whose parameters are the units'
-    pieces."""
+    """Loads `saved`, the result of `optimizer_state`, into the optimizer, whose parameters are the
+    pieces of the units."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -112,13 +113,14 @@ def assemble(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
 ) -> Sequence[Mapping[str, torch.Tensor]]:
-    """Assembles the complete vectors of each unit: flat, without padding, and by name. They may
-    share memory with the shards.
+    """Assembles the complete vectors of each unit, and returns them by name, flat and without
+    padding. They may share memory with the shards.
 
-    `held`, `keys`: see `reshard`; without keys, only the values are assembled.
+    `held`, `keys`: see `reshard`. If `keys` is empty for a unit, only the values of its parameters
+    are assembled.
 
     Raises:
-        ShardsLostError: shards are missing for every sharding.
+        ShardsLostError: no sharding is complete.
         MembershipChanged: the group has ended.
     """
     sends, mine, everywhere = agree(held, channel)
@@ -165,7 +167,7 @@ def own_runs(
         outlines: the vectors of each unit, as tensors on the meta device.
 
     Raises:
-        ShardsLostError: shards are missing for every sharding.
+        ShardsLostError: no sharding is complete.
         MembershipChanged: the group has ended.
     """
     sends, mine, _ = agree(held, channel)
@@ -221,8 +223,8 @@ def copy_singles(
     of them to a second rank. Returns the ranks that have each shard, and the copies that this rank
     keeps, by unit and position. Returns None on all ranks if nothing had to be copied.
 
-    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Their shards do not
-    count, and they do not keep copies.
+    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave. Their shards are not
+    counted, and they get no copies.
 
     Raises:
         MembershipChanged: the group has ended.
@@ -270,8 +272,8 @@ def copy_singles(
 def agree(
     held: Sequence[RankShards], channel: Channel
 ) -> tuple[dict[int, int], RankShards | None, bool]:
-    """Agrees on the newest complete sharding. Returns the rank that sends each position, this
-    rank's shards, and whether every rank has every position."""
+    """Agrees with the other ranks on the newest complete sharding. Returns the rank that sends the
+    shard at each position, this rank's shards, and whether every rank has all shards."""
     newest = newest_of(_rows_of_ranks(held, channel))
     everywhere = all(
         len(newest.holders.get(position, ())) == channel.world_size

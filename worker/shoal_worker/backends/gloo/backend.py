@@ -2,20 +2,20 @@
 within a fraction of a second.
 
 Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits until its
-timeout. Here, an abort breaks the group's own connections (sockets.py) and ends waits on them
-(interruptible.py). On the peers, waits for this rank fail immediately, and all other waits fail
-when the peer's watch thread notices the broken connection (sockets.GRACE_S). The same happens when
-a rank dies. When a group ends on one rank, it therefore ends on all ranks. For an orderly exit, a
-rank leaves after a collective of all ranks.
+timeout. Here, an abort breaks the group's own connections (sockets.py) and ends this rank's waits
+on them (interruptible.py). On the peers, waits for this rank fail immediately. A peer's other waits
+fail once its watch thread has noticed the broken connection and sockets.GRACE_S has passed. The
+same happens when a rank dies. When a group ends on one rank, it therefore ends on all ranks. To
+exit without an error on its peers, a rank leaves after a collective of all ranks.
 
 `init_process_group("shoal_gloo")` makes such groups torch's default group and sub-groups, for code
 that needs torch's world (torch_extensions.py). With `enable_reconfigure=True`, the group's ranks
 can change (reconfigurable.py). Unlike torch's "gloo", these groups can be aborted from any thread
 with `group.abort()` (`torch.distributed.group.WORLD.abort()`), and they release their sockets in
-forked children. Such an abort ends the group on this rank, and ends waits for this rank on each
-peer. Unlike a GlooBackend, such a group does not end by itself when a peer leaves, because a script
-may continue with the remaining ranks. Timeouts, new_group and destroy_process_group work as in
-torch.
+forked children. Such an abort ends the group on this rank, and ends the peers' waits for this rank.
+Unlike the group of a GlooBackend, such a group does not end by itself when a peer leaves, because a
+script may continue with the remaining ranks. Timeouts, new_group and destroy_process_group work as
+in torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_re
 
 
 class GlooBackend(CommunicationBackend):
-    """Backend that uses a separate Gloo group, for CPU tensors, and for CUDA tensors through host
+    """Backend with a Gloo group of its own. Supports CPU tensors, and CUDA tensors by way of host
     memory."""
 
     name: ClassVar[str] = "gloo"

@@ -73,8 +73,8 @@ def connect_gloo(
     """Connects to all peers; blocks. Ranks publish their listening addresses in the store, so that
     each rank can identify the group's connections among its sockets.
 
-    `sums_with`: function that receives the `ShortSums` before they are connected; None: the group
-    has no connections for short sums. Must be given on all ranks or on none."""
+    `sums_with`: function that is called with the group's `ShortSums` before they are connected;
+    None: the group has no connections for short sums. Must be given on all ranks or on none."""
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
     names = PrefixStore("listener", store)
@@ -237,9 +237,12 @@ class FormingGroup:
             sums.shut_down()
 
     def wait(self) -> GlooGroup:
-        """Blocks until the group is connected and returns it. Raises MembershipChanged (the attempt
-        was abandoned, or a peer disconnected), DeadlineError (a peer did not connect), or a store's
-        error."""
+        """Blocks until the group is connected and returns it.
+
+        Raises:
+            MembershipChanged: the attempt was abandoned, or a peer disconnected.
+            DeadlineError: a peer did not connect in time.
+            Exception: an error of the store."""
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
         try:
             with self._changed:

@@ -1,13 +1,13 @@
 """A Gloo process group that can be aborted while its collectives wait.
 
 Breaking a group's connections does not end all waits on them. When a connection breaks in the
-middle of a message, Gloo notifies the operations queued before and after that message, but not the
-operation that is transferring it (in Pair::signalException): that operation sleeps until the
-group's timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes
-with Gloo's work, or shortly after `abort` regardless of Gloo. The notified operations may write to
-their tensors until they end; the delay gives them time for that. An operation that sleeps
-(native_threads.py) never writes again. It continues to sleep until its timeout, and the group is
-destroyed afterwards.
+middle of a message, Gloo (in Pair::signalException) notifies the operations queued before and after
+that message, but not the operation that is transferring it. That operation sleeps until the group's
+timeout. Callers therefore wait for Shoal's work instead of Gloo's. Shoal's work completes with
+Gloo's work or, regardless of Gloo, a short delay after `abort`. During this delay, the operations
+that were notified can end; until then, they may write to their tensors. An operation that sleeps
+(native_threads.py) never writes again. It sleeps until its timeout, and the group is destroyed
+afterwards.
 
 Point-to-point transfers are interrupted in the same way (works.Transfer). Sums of a few numbers
 bypass Gloo (short_sums.py).
@@ -87,7 +87,8 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`waits`: records how long this rank waits for collectives."""
+        """`formed`: the connected native group. `ended`: see the class. `waits`: records how long
+        this rank waits for collectives."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
@@ -314,8 +315,9 @@ class InterruptibleGroup(ForwardingGroup):
     # Tracking of collectives.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Returns whether broadcasts or an exchange can replace Gloo's all-gather and are faster.
-        Returns False for mismatched tensors, which Gloo refuses."""
+        """Returns whether to use broadcasts or an exchange, which are faster than Gloo's own
+        all-gather for large inputs. Returns False for mismatched tensors, so that Gloo refuses
+        them."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -371,8 +373,8 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a reduce-scatter.
 
-        `parts`: (ranks, elements); row i is for rank i. The outputs together have the size of one
-        row.
+        `parts`: tensor of shape (ranks, elements); row i is the part for rank i.
+        `outputs`: tensors that together have the size of one row.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)

@@ -1,17 +1,17 @@
 """Gloo's collectives and messages for tensors on a CUDA device.
 
-Gloo itself runs collectives of such tensors: it copies them to pinned memory and back, on its own
-streams (ProcessGroupGloo.cpp, torch 2.13). A thread that waits for such a work makes its current
-stream wait for the copy back. Gloo's thread does the same with its own current stream before it
-reports the work as complete. Shoal's computations on the result may run in either thread.
+Gloo supports collectives on such tensors: it copies them to pinned memory and back, on its own
+streams (ProcessGroupGloo.cpp, torch 2.13). When a thread waits for such a work, its current stream
+waits for the copy back to the device. Gloo's thread does the same with its own current stream
+before it reports the work as complete. Shoal's computations on the result may run in either thread.
 `StreamOrder` runs them on the stream that the collective was issued on, and makes every waiting
 stream wait for them.
 
 Messages are different: Gloo's send and recv treat the tensor's address as an address in host
 memory. They are therefore sent from, and received into, a copy in host memory.
 
-Threads: the issuing thread creates a `StreamOrder`, the finishing thread enters it, and any thread
-may wait.
+Threads: the thread that issues the collective creates a `StreamOrder`, the thread that finishes it
+enters `finishing`, and any thread may call `come_after`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Order(Protocol):
 
 
 class StreamOrder:
-    """Order of a collective that is issued on the calling thread's current stream of `device`.
-    Implements `Order`."""
+    """`Order` of a collective that is issued on the calling thread's current stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +63,8 @@ class StreamOrder:
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
     """Returns the `Order` for a collective that is about to be issued with these arguments
-    (tensors, lists of tensors, and other values). Returns None if they are not on a CUDA device:
-    the sequence of calls on the host then suffices."""
+    (tensors, lists of tensors, and other values). Returns None if the tensors are not on a CUDA
+    device, because the order of calls on the host then suffices."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 
@@ -85,7 +84,7 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complete copy of a tensor in host memory."""
+    """Returns a copy of a tensor in host memory. The copy is complete on return."""
     return host_memory_for(tensor).copy_(tensor.detach())
 
 
@@ -95,8 +94,8 @@ def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ArrivingElsewhere(Work):
-    """Message that Gloo receives into host memory, for a destination on a device. `wait` copies it
-    to the device."""
+    """Work of a message that Gloo receives into host memory, although its destination is on a
+    device. `wait` copies the message to the device."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
         """`received`: the transfer into `host`. `into`: destination of the message."""

@@ -1,13 +1,13 @@
-"""Groups that change their ranks: torch's experimental `_reconfigure`, from torch 2.14 on.
+"""Groups whose ranks can change, for torch's experimental `_reconfigure` (torch 2.14 and later).
 
 `init_process_group("shoal_gloo", enable_reconfigure=True)` creates a `ReconfigurableGroup` without
 connections. Each `_reconfigure` aborts the previous group of ranks (interruptible.py), waits until
 Gloo has stopped using that group's tensors, and connects the ranks whose handles it receives. With
-torch's own Gloo, pending collectives remain and write to their tensors when a stopped rank
-continues.
+torch's own Gloo, pending collectives would stay pending, and would write to their tensors when a
+suspended rank resumes.
 
-When one rank leaves, dies or reconfigures, its group of ranks ends for all of them, so that no rank
-waits for a rank that has left.
+When one rank leaves, dies or reconfigures, the group of ranks ends on all its ranks, so that none
+of them waits for a rank that has left.
 
 Threads: one thread reconfigures and issues collectives; any thread may call `abort`.
 """
@@ -94,17 +94,21 @@ class ReconfigurableGroup(ForwardingGroup):
     getRank, getSize = rank, size  # noqa: N815
 
     def get_reconfigure_handle(self) -> str:
-        """Returns the name of this process in `handles`. The name never changes."""
+        """Returns the name by which `opts.handles` of `reconfigure` refers to this process. It
+        never changes."""
         return self._handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
         """Aborts the current group of ranks and connects the ranks of `opts.handles`.
 
         Must be called on all of these ranks, with the same new uuid and the same handles. Blocks
-        until all are connected, for at most `opts.timeout`; `abort` ends the wait. Raises
-        DistBackendError immediately, and leaves the group unchanged, if the uuid has been used
-        before or the handles do not contain this process. Raises GroupEndedError if a rank does not
-        connect, or disconnects: there is then no group, and the call may be retried.
+        until all are connected, for at most `opts.timeout`; `abort` ends the wait.
+
+        Raises:
+            DistBackendError: the uuid has been used before, or the handles are not distinct or do
+                not contain this process. The group is unchanged.
+            GroupEndedError: a rank did not connect, or disconnected. There is then no group; the
+                call may be retried with a new uuid.
         """
         handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
         if opts.uuid in self._used:

@@ -1,5 +1,5 @@
-"""Sums of a few numbers across all ranks of a group, on separate connections between training
-threads.
+"""Sums a few numbers across all ranks of a group, over separate connections that the ranks'
+training threads use directly.
 
 Every rank waits for such a sum in each step, and the last rank to continue determines the duration.
 Gloo's messages are read by one of Gloo's threads, which must be woken and then wakes the waiting
@@ -8,10 +8,11 @@ thread reads its messages itself (docs/explanation/backends.md#short-sums).
 
 Every rank receives the numbers of all ranks and adds them in rank order, so all ranks get bitwise
 the same result. In groups of up to four ranks, each rank sends its numbers to all others in one
-round. With more ranks, a rank's collected numbers double in each of ceil(log2(ranks)) rounds: in
-round k, a rank sends all of them to rank (rank - 2^k) mod N, and receives the same amount from rank
-(rank + 2^k) mod N (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
-Communications in Multiport Message-Passing Systems", section 3).
+round. With more ranks, there are ceil(log2(ranks)) rounds. In each round, the amount of numbers
+that a rank has collected doubles. In round k, a rank sends all of them to rank (rank - 2^k) mod N,
+and receives the same amount from rank (rank + 2^k) mod N. (Bruck et al. 1997, IEEE TPDS 8(11),
+"Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section
+3.)
 
 Threads: one thread connects, one thread sums. Any thread may call `shut_down` and `close`; `close`
 waits for a running sum.
@@ -87,8 +88,8 @@ class _Swap:
 
 
 class ShortSums:
-    """Short sums of one rank with the other ranks of its group. `connect` must be called first, and
-    `close` last. Sums must be issued in the same order on all ranks."""
+    """Computes one rank's short sums with the other ranks of its group. `connect` must be called
+    first, and `close` last. Sums must be issued in the same order on all ranks."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
@@ -112,9 +113,9 @@ class ShortSums:
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
-        """Connects to the ranks that this rank exchanges messages with. `doors`: the ranks' doors.
-        `deadline`: end of the attempt, as a time of time.monotonic(). `timeout`: time limit of each
-        later message.
+        """Connects to the ranks that this rank exchanges messages with. `doors`: addresses of the
+        ranks, by rank. `deadline`: time.monotonic() value at which the attempt ends. `timeout`:
+        time limit of each later message.
 
         Raises OSError if a rank does not connect, or if `shut_down` is called.
         """
@@ -158,11 +159,12 @@ class ShortSums:
         self._listener.close()
 
     def takes(self, size: int) -> bool:
-        """Returns whether a sum of `size` bytes per rank is short enough."""
+        """Returns whether a sum of `size` bytes per rank is short enough for this object."""
         return self._size * size <= MOST_BYTES
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums a contiguous CPU tensor of a dtype that numpy supports, in place. Blocks.
+        """Sums `tensor` across all ranks, in place. Blocks. `tensor` must be a contiguous CPU
+        tensor of a dtype that numpy supports.
 
         Raises:
             OSError: a connection was closed, or a rank did not respond in time. No further sums are
@@ -208,15 +210,15 @@ class ShortSums:
         return known
 
     def shut_down(self) -> None:
-        """Shuts down the connections, which ends waits here and on the connected ranks. Never
-        blocks; idempotent."""
+        """Shuts down the connections, so that waits on this rank and on the connected ranks end.
+        Never blocks; idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):  # already broken, not yet connected, or closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shuts down the sums and closes the connections. Idempotent."""
+        """Ends all sums as `shut_down` does, and closes the connections. Idempotent."""
         self.shut_down()
         with self._summing:
             self.close_copies()
@@ -278,7 +280,8 @@ class ShortSums:
 
     def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
         """Returns the rank that has identified itself on the connection; -1 for an unrelated client
-        or a closed connection; None if the rank is not known yet."""
+        or a closed connection; None if it has not identified itself yet. `said`: bytes received so
+        far, by connection."""
         try:
             more = connection.recv(_HELLO.size - len(said[connection]))
         except BlockingIOError:

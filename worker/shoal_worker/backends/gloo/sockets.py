@@ -7,8 +7,9 @@ module therefore finds the sockets of a group and keeps a copy (dup) of each. Sh
 breaks the connection itself: local waits fail, and the peer notices.
 
 One thread per group watches the copies and reports a closed connection after a delay. Then all of
-the group's connections are broken, so that it fails on all ranks. The delay allows a rank to leave
-in an orderly way, having completed the last collective a little before its peers.
+the group's connections are broken, so that the group fails on all ranks. Because of the delay, a
+rank can leave without an error on its peers, although it has completed the last collective a little
+before they have.
 
 Listening sockets, and sockets that do not belong to the group (gRPC, Redis), are not touched. Linux
 only (/proc/self/fd, epoll).

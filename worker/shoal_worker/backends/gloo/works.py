@@ -1,5 +1,5 @@
-"""Works of an interruptible Gloo group, which replace Gloo's own works; see interruptible.py for
-the reason.
+"""Work objects of an interruptible Gloo group. They replace Gloo's own work objects, whose waits
+cannot be interrupted (interruptible.py).
 
 Threads: the thread that issued a work calls `wait` and `get_future`; Gloo's threads and `end_works`
 complete the work.
@@ -171,8 +171,8 @@ class InterruptibleWork(Work):
             native.get_future().add_done_callback(self._native_done)
 
     def await_native(self, seconds: float) -> None:
-        """Waits until Gloo's work is complete or Gloo's threads are asleep, for at most
-        `seconds`."""
+        """Waits, for at most `seconds`, until Gloo's work is complete or none of Gloo's threads is
+        running."""
         with self._lock:
             if self._over:
                 return
@@ -239,8 +239,9 @@ class InterruptibleWork(Work):
     def _settle(
         self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
     ) -> torch.futures.Future[None] | None:
-        """Settles the work; only the first call has an effect. Returns the work's future. The
-        caller must complete it without holding a lock, because this runs callbacks of other code.
+        """Settles the work; only the first call has an effect. Returns a future that the caller
+        must complete, or None. No lock may be held while the future is completed, because that runs
+        callbacks of other code.
         """
         with self._lock:
             if self._over:
@@ -312,11 +313,11 @@ class Transfer(Work):
     _source_rank = source_rank
 
     def follow(self) -> None:
-        """Does nothing, because the waiter's thread already follows the transfer."""
+        """Does nothing, because a thread already waits in Gloo for the transfer."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for a limited time until Gloo, which may still be writing the connection's
-        remaining data to the tensor, has completed the transfer.
+        """Waits, for at most `seconds`, until Gloo has completed the transfer. Until then, Gloo may
+        still write data that has arrived on the connection to the tensor.
         """
         if self._over is not None:
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
@@ -374,8 +375,8 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A group's thread that waits in Gloo for one message after another. It starts with the first
-    message and stops with `close`.
+    """Thread of a group that waits in Gloo for one message after another. It starts with the first
+    message and stops when `close` is called.
 
     Only the thread that issues transfers may use a waiter: two concurrent waits would receive each
     other's messages.
@@ -423,7 +424,8 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 def end_works(
     works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
 ) -> None:
-    """Aborts the works of a group, once Gloo has completed them or its threads are asleep.
+    """Aborts the works of a group. First waits for a short time until Gloo has completed them or
+    its threads are asleep.
 
     `drain`: function that discards the remaining data of the broken connections, so that Gloo's
     loop has no more data to write to tensors.
@@ -447,7 +449,7 @@ def end_works(
 
 
 class AllOf(Work):
-    """Work that is complete when all `parts` are complete. `value`: value of its future."""
+    """Work that is complete when all `parts` are complete. `value`: result of the work's future."""
 
     def __init__(self, parts: Sequence[Work], value: Any) -> None:
         super().__init__()

@@ -73,7 +73,8 @@ class InMemoryGroup(PythonGroup):
 class _InMemoryWork(Work):
     """Work of a collective or a message. `get_future` returns only completed futures, so callbacks
     run on the thread of their own rank and not on a peer's thread. DDP and functional collectives
-    wait for the future in C++, where the rank could not pass on its turn."""
+    would otherwise wait for the future in C++, where the rank cannot pass on its turn
+    (turns.py)."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError

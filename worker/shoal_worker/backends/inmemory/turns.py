@@ -8,8 +8,8 @@ immediately. The price is speed: ranks do not compute in parallel.
 
 A rank passes on its turn while it waits in an in-memory group, and while another thread works for
 it (`run_aside`). A rank that waits for another rank in any other way (a threading.Event, sleeping
-until a file exists) keeps its turn. Ranks that wait for that rank then report it when they time
-out.
+until a file exists) keeps its turn. Ranks that wait for such a rank name it in the error that they
+raise when they time out.
 
 Threads: all state is guarded by `LOCK`, the single lock of all in-memory ranks of the process."""
 
@@ -234,7 +234,7 @@ class _Errand:
 
 def run_aside(work: Callable[[], T], what: str) -> T:
     """Runs `work` on another thread while the other ranks take turns, and returns the result of
-    `work`. Used if ranks wait for each other outside of a group.
+    `work`. Used when ranks wait for each other by means other than a group's collectives.
 
     `work`: function with its own deadline. It must not access anything that another rank may access
     at the same time. `what`: description of the wait; completes "rank 0 waits ...".

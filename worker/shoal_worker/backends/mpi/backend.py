@@ -1,5 +1,5 @@
-"""MPI, through mpi4py, for clusters whose launcher and network stack is MPI: `mpiexec -n 4 python
-train.py`.
+"""MPI, through mpi4py, for clusters that start processes and communicate with MPI: `mpiexec -n 4
+python train.py`.
 
 Rank and world size come from MPI's world, so no store is needed: `MPIBackend().initialize()`, or
 `init_process_group("shoal_mpi", init_method="mpi://")`. Each group has its own communicator.
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """Backend for CPU tensors, with a separate communicator for MPI's world or for part of it.
+    """Backend for CPU tensors, with its own communicator that spans MPI's world or part of it.
 
     `abort` notifies the other ranks with a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
     kept until the process exits, and the MPI library may refuse to finalize. If a rank dies without
-    sending a message, MPI's launcher notices it, or the timeout expires.
+    sending a message, the other ranks depend on MPI's launcher to notice it, or wait until the
+    timeout.
     """
 
     name: ClassVar[str] = "mpi"
@@ -60,8 +61,9 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Joins MPI's world. `rank` and `world_size` must be MPI's own or None; `store` and
-        `hostname` are unused."""
+        """Joins a group of all ranks in MPI's world or, if `members` is given, of some of them.
+        `rank` and `world_size` must be those of this process in the group; None: those in MPI's
+        world. `store` and `hostname` are unused."""
         world = _mpi().COMM_WORLD
         super().initialize(
             rank=world.rank if rank is None else rank,
@@ -131,7 +133,8 @@ class MPIBackend(CommunicationBackend):
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """Starts MPI and returns this process's seat in MPI's world, for creating a session.
+    """Starts MPI and returns this process's rank and place in MPI's world, from which a session is
+    created.
 
     Raises:
         ConfigurationError: mpi4py or the MPI library is missing.
@@ -147,8 +150,8 @@ def own_seat(timeout: timedelta) -> Seat:
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
-    """Creates the default group or a group for new_group. Called by torch, on the members only.
-    Waits for the members without a deadline, because MPI offers none."""
+    """Creates the default group or a group for new_group. Called by torch, only on the ranks of the
+    group. Waits for these ranks without a deadline, because MPI offers none."""
     from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()

@@ -101,8 +101,8 @@ class Packed:
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """All parts as an MPI buffer with several parts: bytes, (lengths, positions) in bytes, and
-        their datatype."""
+        """All parts as a buffer for MPI's vector collectives: the bytes, each part's (length,
+        offset) in bytes, and the datatype."""
         counts = [part.nbytes for part in self._parts]
         return [
             _bytes_of(self._whole),
@@ -207,7 +207,8 @@ class Issued:
 
 
 class MPIGroup(PythonGroup):
-    """Process group over MPI. `communicator`: its ranks; the group takes ownership."""
+    """Process group over MPI. `communicator`: MPI communicator of the group's ranks; the group
+    takes ownership."""
 
     backend_name: ClassVar[str] = "shoal_mpi"
 
@@ -222,8 +223,8 @@ class MPIGroup(PythonGroup):
         self._pending: set[MPIWork] = set()
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Aborts the group on this rank, and on the other ranks as soon as they receive a message
-        about it."""
+        """Aborts the group on this rank, and notifies the other ranks with a message. The group
+        ends on each of them when it reads the message."""
         with self._lock:
             if self.reason is not None:
                 return

@@ -1,12 +1,12 @@
-"""Works of an MPI group. A work makes progress by repeatedly testing its MPI requests.
+"""Work objects of an MPI group. A work makes progress by repeatedly testing its MPI requests.
 
 MPI moves data only while it is called. Waits therefore poll with growing pauses, and check between
 polls whether the group has ended or their deadline has passed. While there are incomplete futures,
 one thread per process polls for all of them, because torch waits for a future in C++. Importing
 this module starts MPI.
 
-Threads: the waiting thread and the polling thread may advance a work; the work's lock separates
-them.
+Threads: the waiting thread and the polling thread may advance a work; the work's lock ensures that
+only one does so at a time.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ end of the stream.
 A batch belongs to one source: the stream, or a shard of a `ShardedStream`. If there are at least as
 many sources as ranks, each source is read by one rank. Otherwise several ranks read the same
 source, and each computes part of its batches. A batch is the same on every rank, and its number
-encodes its location, so batches computed before a fault still count.
+consists of its source and its index in the source. Batches that were computed before a fault
+therefore need not be computed again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ keys of a report are the numbers of the sources that the rank has read to the en
 
 
 class Part(NamedTuple):
-    """A rank's part of one source. Among the batches that have not been computed yet, these are the
-    batches whose index modulo `sharing` is `place`."""
+    """A rank's part of one source. The batches of the source that have not been computed yet are
+    counted from 0; the part consists of those whose count modulo `sharing` equals `place`."""
 
     source: int
     place: int
@@ -53,10 +54,10 @@ class StreamedEvaluation:
         seed: int,
         dealing: str,
     ) -> None:
-        """Prepares the batches; reading begins later.
+        """Prepares the batches without reading anything yet.
 
-        `sources`: function that opens the stream's sources. `names`: names of the sources, for
-        errors. `size`: number of items in a batch. `dealing`: values that determine the batches;
+        `sources`: function that opens the stream's sources. `names`: names of the sources in error
+        messages. `size`: number of items in a batch. `dealing`: values that determine the batches;
         the same on all ranks.
         """
         self._sources = sources
@@ -94,8 +95,8 @@ class StreamedEvaluation:
         self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int
     ) -> list[Part]:
         """Returns the parts that `rank` computes, as arguments for `read`. `held`: numbers of the
-        batches that any rank has already computed. `ended`: the ranks' reports of the sources that
-        they have read to the end.
+        batches that any rank has already computed. `ended`: each rank's report of the sources that
+        it has read to the end (its `ended`).
 
         If there are several sources, all ranks also read the first item of the first source, to
         detect a `read` function that depends on the rank.

@@ -10,8 +10,8 @@ contribute only their type.
 
 `Probe` determines whether an item's floating-point numbers are nearly the same on all ranks.
 
-A fingerprint has 48 bits, so that one rank can send it without rounding in a float64 all-reduce,
-while all other ranks contribute 0.
+A fingerprint has 48 bits. One rank can therefore send it, without rounding, in a float64 all-reduce
+to which all other ranks contribute 0.
 """
 
 from __future__ import annotations
@@ -108,12 +108,14 @@ rounding errors, and far smaller than differences between items."""
 
 
 class Probe:
-    """Statistics of one item's floating-point numbers, which are summed across ranks."""
+    """Statistics of one item's floating-point numbers. They are summed across ranks to find out
+    whether the numbers are nearly the same on all of them."""
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """Returns this rank's contribution to the sum: sums of the item's numbers with random
-        signs, the magnitude of the numbers, and the squares of these values."""
+        """Returns this rank's contribution to the sum across ranks: the number 1, several sums of
+        the item's numbers with random signs, the norm of the numbers, and the squares of these
+        values."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
             values = np.concatenate(
@@ -124,7 +126,7 @@ class Probe:
 
     @staticmethod
     def alike(summed: Sequence[float]) -> bool:
-        """Returns whether all ranks that contributed to the sum have nearly the same numbers."""
+        """Returns whether all ranks that contributed to `summed` have nearly the same numbers."""
         ranks, *sums = summed
         means = [each / ranks for each in sums]
         half = len(means) // 2

@@ -1,16 +1,16 @@
 """Divides a list of shards into steps: assigns shards to lanes, and each lane's items to steps.
 Everything here depends only on the arguments.
 
-A step's global batch is divided into *lanes*, whose number follows from the sizes alone. A lane
+A step's global batch is divided into *lanes*, whose number depends only on the batch sizes. A lane
 reads one shard after another. At any time a rank owns some lanes and reads only their shards. A
 lane that needs a shard gets the next unread one. When no shards are left and some lanes are
 exhausted, the remaining lanes contribute more, so that every step but the last is complete.
 
-The number of items in a shard is known only after reading it. A step is therefore determined in
-rounds (`Allotment`): each rank reads the items that its lanes need, all ranks exchange their
-results, and every rank makes the same decision about what to read next. One round is usually
-sufficient; when a shard ends, another round is needed. The result depends on the shards and sizes,
-not on the ranks."""
+The number of items in a shard is known only after reading it. The items of a step are therefore
+determined in rounds (`Allotment`). In a round, each rank reads the items that its lanes need, all
+ranks exchange how far their lanes have come, and every rank makes the same decision about what to
+read next. One round is usually sufficient; when a shard ends, another round is needed. The result
+depends on the shards and the batch sizes, not on the number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Place(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One lane's results of a round, reported by the rank that owns the lane."""
+    """Result of one lane in a round, reported by the rank that owns the lane: how far it has
+    read."""
 
     items: int
     """Number of items read; at most the number requested."""
@@ -77,7 +78,7 @@ class ShardsRead:
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Converts the position to a different number of lanes."""
+        """Returns the same position for a different number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],

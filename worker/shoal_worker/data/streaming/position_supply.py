@@ -1,10 +1,10 @@
 """Deals a stream by position: every rank reads the entire stream and skips other ranks' items.
 
 A step is the next `global_batch_size` items after the cursor. Every rank also reads the item after
-the step, so it knows without communication whether the step is incomplete and whether the epoch
-ends with this step. In each step, the ranks compare the items that they have read
-(`Supply.dealing`). A source that yields different items on some rank, or ends at a different
-position, is thus detected before the step is applied.
+the step (with `drop_last`, the next step), so it knows without communication whether the step is
+incomplete and whether the epoch ends with this step. In each step, the ranks compare the items that
+they have read (`Supply.dealing`). If the stream yields different items on some rank, or ends at a
+different position, this is detected before the step is applied.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class PositionSupply(StreamSupply):
         self._epoch, self._mark = state["epoch"], mark
 
     def _committed_mark(self) -> Mark:
-        """Returns the mark at the cursor's position. The script may have moved the cursor to the
-        beginning of a different epoch."""
+        """Returns the mark at the cursor's position. If the script has moved the cursor to the
+        beginning of a different epoch, returns the mark at the beginning of the stream."""
         cursor = self._progress.cursor
         return (
             self._mark

@@ -2,16 +2,17 @@
 `ShardedStream`.
 
 Items are kept until the caller drops them, so that an aborted step can be repeated without reading
-them again. A reader that starts in the middle of a source seeks if the source (or its iterator) has
-`state_dict` and `load_state_dict`, and its state at that position was saved. Otherwise the reader
-iterates from the beginning of the source and skips earlier items. Fingerprints verify both: if a
-seek leads to the wrong item, the reader skips instead; if a source yields different items than
-before, the reader raises an error, because samples would be lost or seen twice.
+them again. A reader that starts in the middle of a source seeks to its position if the source (or
+its iterator) has `state_dict` and `load_state_dict`, and its state at that position was saved.
+Otherwise the reader iterates from the beginning of the source and skips earlier items. Fingerprints
+are used to verify both ways. If a seek leads to the wrong item, the reader skips items instead. If
+a source yields different items than before, the reader raises an error, because samples would be
+lost or seen twice.
 
 The random generators of torch, NumPy and Python are seeded before each item by its position. The
 random numbers drawn by a source therefore do not depend on how the reader reached the position.
 
-This module does not depend on ranks and steps. May be used by only one thread."""
+This module knows nothing about ranks and steps. May be used by only one thread."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Mark:
 
 
 class Reader(abc.ABC):
-    """Reads a source, starting at a mark, in this process or in a data worker, and keeps the items
+    """Reads a source in order from a mark, in this process or in a data worker. Keeps the items
     until they are dropped."""
 
     def __init__(self, at: Mark) -> None:
@@ -89,7 +90,7 @@ class Reader(abc.ABC):
     @abc.abstractmethod
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
         """Reads until all items before `upto` are available, or the source ends. `states_at`:
-        positions whose states of the source must be kept, for `mark`.
+        positions at which the source's state must be kept, for `mark` and `state_at`.
 
         Raises the source's errors. The reader cannot be used after an error.
         """
@@ -103,8 +104,8 @@ class Reader(abc.ABC):
         )
 
     def state_at(self, position: int) -> str | None:
-        """Returns the source's state at `position`, which was in `states_at` of an earlier `fill`;
-        None if the source has no state."""
+        """Returns the source's state at `position`; None if the source has no state. An earlier
+        `fill` must have had `position` in its `states_at`."""
         return self._states.get(position)
 
     def mark(self, position: int) -> Mark:
@@ -135,7 +136,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stops the iteration, so that a generator can close its files."""
+        """Ends the iteration over the source, so that a generator can close its files."""
 
 
 class SourceReader(Reader):
@@ -151,8 +152,11 @@ class SourceReader(Reader):
     ) -> None:
         """Opens a source.
 
-        `make`: creates the source; called once per iteration. `key`: key of the random numbers.
-        `name`: name of the source, for errors. `at`: starting position.
+        Args:
+            make: creates the source; called each time an iteration begins.
+            key: key from which the random numbers are seeded.
+            name: name of the source in error messages.
+            at: starting position; None: the beginning.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): the source yielded different items before `at`
@@ -184,9 +188,9 @@ class SourceReader(Reader):
             self._pull()
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
-        """Returns what `fill(upto)` has added, for a reader in another process that already has the
-        items before `known`: the new fingerprints and states, and the length of the source if it
-        has ended."""
+        """Returns what a reader in another process, which already has the items before `known`,
+        needs to know after `fill(upto)`: the new fingerprints and states, and the length of the
+        source if it has ended."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}

@@ -1,9 +1,9 @@
 """Deals a `ShardedStream`: each rank reads only the shards of its lanes (`lanes.py`).
 
-In each step, before batches are passed to the loop, all ranks exchange the results of their lanes
-in one or two short all-reduces. If shards' readers have states, one more all-reduce distributes
-their states at the positions after the step, so that a rank that takes over a shard can seek to its
-position.
+In each step, before batches are passed to the loop, all ranks exchange in one or two short
+all-reduces how far their lanes have read. If the readers of shards have states, one more all-reduce
+distributes the states at the positions after the step. A rank that takes over a shard can then seek
+to its position.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ class ShardSupply(StreamSupply):
         """Implements `Supply.dealing`: describes the position in each shard at the end of the
         current step, and the first item of the epoch's first shard.
 
-        Since only one rank reads each shard, a `read` function that splits items by rank would not
-        be noticed, and some items would not be trained on. All ranks therefore read one common
-        item.
+        Since only one rank reads each shard, it would not be noticed if `read` split a shard's
+        items by rank, and some items would not be trained on. All ranks therefore also read that
+        first item and compare it.
         """
         read, first = self._committed(), None
         if self.current is not None and self._allotment is not None:
@@ -320,9 +320,9 @@ class ShardSupply(StreamSupply):
             )
 
     def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
-        """Returns the limit for reading a lane's shard in a round, and the positions whose reader
-        states must be kept: the probable end of the step, and later positions that a data worker
-        may reach ahead of time."""
+        """Returns the position up to which to read a lane's shard in this round, and the positions
+        at which to keep the reader's state. These are the probable end of the step, and later
+        positions that a data worker may reach while it reads ahead."""
         stop, each = at.offset + most, self._sizes[lane]
         # a shard that has not been begun needs no state
         return stop + 1, range(stop or each, NO_END, each)
@@ -355,8 +355,8 @@ class ShardSupply(StreamSupply):
         placement: Placement,
         session: LoaderSession,
     ) -> list[Report | None] | None:
-        """Exchanges the results of all ranks' lanes in this round. Returns None if a rank failed
-        and the step is invalid.
+        """Exchanges the reports of all lanes in this round. Returns None if a rank failed, which
+        makes the step invalid.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): another rank of this replica has read different
@@ -388,8 +388,9 @@ class ShardSupply(StreamSupply):
         return received
 
     def _state_of(self, place: int, offset: int) -> bytes:
-        """Encodes the reader state of one of this rank's shards for the exchange. Returns an empty
-        result if there is no state or it is too long."""
+        """Encodes the state of one of this rank's readers for the exchange. Returns an empty result
+        if there is no state, or if it is too long to be sent. `place`: the shard's index in the
+        epoch's order."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
@@ -415,7 +416,8 @@ class ShardSupply(StreamSupply):
         session: LoaderSession,
     ) -> bool:
         """Exchanges all ranks' reader states at the positions after the step. `lengths`: size of
-        each state in bytes, by lane. Returns False if a rank failed and the step is invalid."""
+        each state in bytes, by lane. Returns False if a rank failed, which makes the step
+        invalid."""
         if not any(lengths):
             return True
         own = [b""] * len(lengths)
@@ -444,8 +446,8 @@ class ShardSupply(StreamSupply):
     def _placed(
         self, allotment: Allotment, lane: int, start: int
     ) -> tuple[range, list[tuple[int, int]]]:
-        """Returns the positions of a lane's items in the step, each with its shard and its index in
-        the shard."""
+        """Returns the positions, within the epoch, of a lane's items in this step, and for each of
+        these items its shard and its index in the shard."""
         counts = allotment.counts()
         first = start + sum(counts[:lane])
         places = [

@@ -1,12 +1,12 @@
 """The sources of a stream: the stream itself, or its shards. Each source is read by this process or
 by a data worker that reads ahead.
 
-A data worker is a process that only reads some of the sources. Its items depend on the source and
-on the position where the source was opened, not on the worker or on how far it has read ahead. The
-rank requests items and receives no more than it would have read itself. Workers do not depend on
-ranks and steps. They run until the epoch ends or the script leaves the loop, and die with their
-rank (`fetch.py`). If a source raises an error in a worker, the rank raises the error when it
-reaches that item.
+A data worker is a process that only reads some of the sources. The items of a source depend on the
+position at which the source was opened, not on the worker or on how far it has read ahead. The rank
+requests items from the worker, and receives no more items than it would have read itself. Workers
+know nothing about ranks and steps. They run until the epoch ends or the script leaves the loop, and
+die with their rank (`fetch.py`). If a source raises an error in a worker, the rank raises the error
+when it reaches that item.
 
 May be used by only one thread. The worker's side runs on the only thread of the worker process.
 """
@@ -49,12 +49,12 @@ Make = Callable[[], Iterable[Any]]
 
 
 class Sources:
-    """Opens the sources of a stream by number, in this process or in data workers."""
+    """Opens the sources of a stream by index, in this process or in data workers."""
 
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
         """`makes`: functions that create the sources. `num_workers`: number of processes that read
-        the sources; 0: this process reads them. `ahead`: number of items that a worker reads beyond
-        the requested items of each source."""
+        the sources; 0: this process reads them. `ahead`: number of items of each source that a
+        worker reads ahead, beyond the items that were requested."""
         self._makes = makes
         self.ahead = ahead
         """Number of items that workers read ahead, per source. A change applies only to workers
@@ -63,11 +63,13 @@ class Sources:
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
-        """Returns a reader of source `number`.
+        """Returns a reader of a source.
 
-        `key`: key of the source's random numbers.
-        `name`: name of the source, for errors.
-        `at`: starting position.
+        Args:
+            number: index of the source.
+            key: key from which the source's random numbers are seeded.
+            name: name of the source in error messages.
+            at: starting position; None: the beginning.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): the source yielded different items before `at`
@@ -91,12 +93,13 @@ class Sources:
 
     @property
     def at_once(self) -> int:
-        """Number of sources worth opening at the same time."""
+        """Number of sources that should be open at the same time, so that every data worker reads
+        one."""
         return max(1, self._num_workers)
 
     def close(self) -> None:
-        """Stops the workers and their readers. The next `open` starts new workers, which see the
-        sources as they are at that time."""
+        """Stops the workers and their readers. The next `open` starts new workers, which get the
+        state that the sources have at that time."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -138,8 +141,8 @@ class RemoteReader(Reader):
         self._states.update(states)
 
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Implements `Reader.items`. Does not copy again, because data from another process is
-        already a copy."""
+        """Implements `Reader.items`. Does not copy the items, because items received from another
+        process are already copies."""
         given: list[Any] = self._worker.answer(
             self._worker.ask("items", self._id, list(positions)), self._name
         )
@@ -187,7 +190,8 @@ class _Worker:
         return len(self._open)
 
     def open(self, number: int, key: tuple[int, ...], name: str, at: Mark) -> int:
-        """Opens source `number` in the worker and returns the identifier of the new reader."""
+        """Opens the source with index `number` in the worker and returns the identifier of the new
+        reader."""
         reader = next(self._ids)
         self._open.add(reader)
         self.ask("open", reader, number, key, name, at)
@@ -215,8 +219,8 @@ class _Worker:
         return question
 
     def answer(self, question: int, name: str) -> Any:
-        """Waits for the response to a request and returns it. `name`: name of the source, for
-        errors.
+        """Waits for the response to a request and returns it. `name`: name of the source in error
+        messages.
 
         Raises:
             PreconditionError (DATA_WORKER_DIED): the worker is dead.
@@ -290,7 +294,7 @@ class _Worker:
 
 
 class ReadingFailed(Exception):
-    """Attached as the cause to an error that was raised in a data worker. Shows where in the worker
+    """Cause (`__cause__`) of an error that was raised in a data worker. Shows where in the worker
     the error was raised."""
 
 

@@ -22,21 +22,22 @@ class ShardedStream(IterableDataset[Any]):
     data-parallel rank at a time, and several shards are read in parallel. If the rank that reads a
     shard dies, another rank continues after the last item that a committed step has trained on. The
     items of a step depend on the shards and the batch sizes, not on the number of ranks or data
-    workers. `shuffle=True` shuffles the order of the shards each epoch. With `train=False`, each
-    shard is evaluated by one rank if there are at least as many shards as ranks.
+    workers. `shuffle=True` shuffles the order of the shards each epoch. In a loader with
+    `train=False`, each shard is evaluated by one rank if there are at least as many shards as
+    ranks; otherwise, several ranks share a shard.
 
     Iterating over the stream directly yields the items of all shards in order.
     """
 
     def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
-        """
-        Args:
+        """Args:
             shards: arguments for `read`, such as paths; the same on every rank, in the same order.
             read: function that returns a shard's items. It must return the same items in the same
                 order in every call, on any rank. It may draw random numbers from the global
                 generators of torch, NumPy and Python, which are seeded. If its result (or the
-                result's iterator) has `state_dict` and `load_state_dict`, a rank that continues a
-                shard seeks instead of skipping items.
+                result's iterator) has `state_dict` and `load_state_dict`, a rank that continues
+                reading a shard in the middle uses them to seek to its position; otherwise, it skips
+                items.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
@@ -74,7 +75,7 @@ def is_indexable(dataset: Any) -> bool:
 
 def has_items(dataset: Any) -> bool:
     """Returns whether the dataset's samples can be accessed by index. The __getitem__ of torch's
-    base class does not count, because it only raises an error."""
+    base class is disregarded, because it only raises an error."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
@@ -88,7 +89,7 @@ def makes_of(stream: Any) -> list[Callable[[], Iterable[Any]]]:
 
 
 def names_of(stream: Any) -> list[str]:
-    """Returns the names of a stream's sources, for errors."""
+    """Returns the names of a stream's sources for error messages."""
     if isinstance(stream, ShardedStream):
         return [f"shard {shard!r}" for shard in stream.shards]
     return [f"the stream {type(stream).__qualname__}"]

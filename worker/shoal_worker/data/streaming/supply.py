@@ -3,8 +3,8 @@ stream (`position_supply.py`), and by shards, where each rank reads its own shar
 (`shard_supply.py`).
 
 A source's reader, in this process or in a data worker, keeps items until the step that contains
-them is committed. The supply's part of the loader's state consists of the marks at committed
-positions.
+them is committed. What a supply adds to the loader's state is the marks at the committed positions
+of its sources.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class StreamOrders:
 
 
 class StreamSupply(Supply):
-    """Common code of the two ways to deal a stream. `items` serves as the dataset of the `Fetcher`;
-    its indices are positions in the epoch."""
+    """Common code of the two ways to deal a stream. The `Fetcher` uses `items` as its dataset, with
+    positions in the epoch as indices."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class _Items(Sequence[Any]):
 
 
 def left_behind() -> PreconditionError:
-    """Returns the error for a loop that requests a batch of a step whose readers have been
-    closed."""
+    """Returns the error for a loop that requests a batch of a step after the step's readers have
+    been closed."""
     return PreconditionError(
         "this step's batches are no longer available: the loop over steps() that yielded it has "
         "ended, and its data workers with it; use the batches inside the loop, or leave "
@@ -163,8 +163,9 @@ def left_behind() -> PreconditionError:
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
     """Compares the floating-point numbers of one item across all ranks, because fingerprints
     exclude these numbers. Must be called on all ranks, once per epoch, in the epoch's first step.
-    Logs a warning if the numbers differ and the item contains nothing else: the source may split
-    its items by rank, or may merely augment them at random."""
+    Logs a warning if the numbers differ between ranks and the item contains nothing else that a
+    fingerprint covers. In that case, either the source splits its items by rank, or it merely
+    augments them at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not distinguishes(item):
         _log.warning(
@@ -186,8 +187,8 @@ def set_epoch_of(stream: Any, epoch: int) -> None:
 
 
 def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
-    """Returns the stream's part of a loader's state. Raises ConfigurationError if the state comes
-    from a loader of a dataset that is accessed by index."""
+    """Returns the part of a loader's state that the supply of a stream has saved. Raises
+    ConfigurationError if the state comes from a loader of a dataset that is accessed by index."""
     of_stream = state.get(STATE)
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(

@@ -1,11 +1,12 @@
 """Buffers that contain minima and maxima, as in observers of quantization-aware training.
 
-A buffer is a minimum if all its elements are +inf at `as_distributed`, and a maximum if all are
--inf. This includes `min_val` and `max_val` of torch's observers. In every step, the ranks exchange
-these buffers before the commit all-reduce, and all ranks store the minimum or maximum over all
-ranks' passes. For a running minimum or maximum, and for its moving average, the result is the same
-as on a single process with the complete batch. `scale` and `zero_point` of torch's fake
-quantization are computed from these buffers."""
+A buffer is regarded as a minimum if all its elements are +inf when `as_distributed` is called, and
+as a maximum if all are -inf. `min_val` and `max_val` of torch's observers, except histogram
+observers, are always included. In every step, the ranks exchange these buffers before the commit
+all-reduce, and all ranks store the minimum or maximum over all ranks' passes. For a running minimum
+or maximum, or a moving average of minima or maxima, the result is the same as on a single process
+with the complete batch. `scale` and `zero_point` of torch's fake quantization are computed from
+these buffers."""
 
 from __future__ import annotations
 
@@ -24,8 +25,7 @@ _FOLLOWS: Final = frozenset({"scale", "zero_point"})
 
 
 def find_extremes(module: nn.Module) -> dict[str, Kind]:
-    """Returns the kind (minimum or maximum) of each buffer that contains minima or maxima, by
-    name."""
+    """Returns, by name, the buffers that contain minima or maxima, each with its kind."""
     found: dict[str, Kind] = {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
@@ -114,14 +114,15 @@ class Extremes:
         self._folded, self._agreed = None, {}
 
     def micro_batch_ends(self) -> None:
-        """Includes the minima and maxima of a finished micro-batch with a weight above 0."""
+        """Adds the minima and maxima of a finished micro-batch to those of the step. Must be called
+        only for micro-batches with a weight above 0."""
         if self._places:
             now = self._now()
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns the extremes of this rank's passes, as the input of `agree` on all ranks.
-        `counted`: for a step without micro-batches, True if the batch has a nonzero weight."""
+        """Returns the extremes of this rank's passes, encoded for `agree`. `counted`: for a step
+        without micro-batches, True if the batch has a nonzero weight."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
         return json.dumps(
             {
@@ -131,8 +132,9 @@ class Extremes:
         ).encode()
 
     def agree(self, received: Sequence[bytes]) -> None:
-        """Combines the extremes of all ranks, which `write` then writes to the buffers. `received`:
-        each rank's result of `made`. Raises ConfigurationError on all ranks if shapes differ."""
+        """Combines the extremes of all ranks, so that `write` can write them to the buffers.
+        `received`: each rank's result of `made`. Raises ConfigurationError on all ranks if shapes
+        differ."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {

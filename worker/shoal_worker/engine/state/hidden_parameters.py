@@ -8,12 +8,12 @@ own lazy parameters do:
 
 - A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
   raises whenever its values are used.
-- A parameter without a gradient of its own (`hide_gradient`) can be used in computations as usual;
-  its `.grad` exists, and raises whenever it is used.
+- A parameter whose gradient is stored elsewhere (`hide_gradient`) can be used in computations as
+  usual. Its `.grad` is a placeholder that raises whenever it is used.
 
-In passes they are plain parameters (`show`). This costs two changes of class per parameter per
-step, and does not slow down the computation. This module is independent of how parameters are
-sharded; the callers decide when to hide them.
+During passes, they are ordinary parameters (`show`). This costs two changes of class per parameter
+per step, and does not slow down the computation. This module does not depend on how parameters are
+sharded; its callers decide when to hide them.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Whereabouts:
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Sets the pieces of parameters that this rank updates. User code, such as a GradScaler,
-        may inspect their gradients from now on."""
+        """Sets the pieces of parameters that this rank updates. From now on, user code such as a
+        GradScaler may inspect the gradients of these pieces, but not change them."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -76,7 +76,7 @@ class Whereabouts:
 
 
 class HiddenParameter:
-    """Describes one parameter while its values or its gradient are hidden."""
+    """Description of a parameter, used while its values or its gradient are hidden."""
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
 
@@ -209,8 +209,9 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Unscales the gradients `given` for a GradScaler. Placeholders among them stand for the
-    gradients of all of this rank's pieces; each gradient is unscaled only once."""
+    """Unscales the gradients `given` for a GradScaler. A placeholder among them stands for the
+    gradients of all of this rank's pieces. Each gradient is unscaled only once, even if there are
+    several placeholders."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -238,8 +239,8 @@ _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
 
 
 class _Part(torch.Tensor):
-    """Class of the gradient of a piece that this rank updates, while user code may inspect but not
-    change it."""
+    """Class of the gradient of a piece that this rank updates, at times when user code may inspect
+    the gradient but not change it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -286,8 +287,9 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls `tell` with the unsharded shape if that differs from the
-    tensor's own shape, and calls torch's function otherwise."""
+    """Returns a function that answers queries of a hidden parameter's shape. It calls `tell` with
+    the unsharded shape if that is known to differ from the tensor's own shape, and torch's function
+    otherwise."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -368,7 +370,8 @@ def run_last(hooks: Iterable[tuple[torch.Tensor, RemovableHandle]]) -> None:
     registered them later. Does nothing within a backward pass, because torch is using the hooks at
     that time.
 
-    hooks: pairs of parameter and handle of `register_post_accumulate_grad_hook`.
+    `hooks`: pairs of a parameter and the handle that `register_post_accumulate_grad_hook` returned
+    for Shoal's hook.
     """
     if in_backward():
         return
@@ -386,14 +389,12 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """Checks that the user has registered no hooks on the gradients of parameters. Such hooks would
-    be lost, because other tensors replace the parameters in the computation.
+    """Refuses hooks of the user on the gradients of parameters. Such hooks would be lost, because
+    other tensors replace the parameters in the computation.
 
-    Afterwards `register_hook` and `register_post_accumulate_grad_hook` of the parameters raise
-    ConfigurationError. `parameters`: pairs of name and parameter.
-
-    Raises:
-        ConfigurationError: a parameter has such a hook.
+    Raises ConfigurationError if a parameter has such a hook. From then on, `register_hook` and
+    `register_post_accumulate_grad_hook` of the parameters raise ConfigurationError. `parameters`:
+    pairs of name and parameter.
     """
     for name, parameter in parameters:
         if hooks_of(parameter):
@@ -405,9 +406,9 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """Returns a function that replaces a parameter's method for registering hooks, such as
-    `register_hook`. It raises `refusal` for hooks other than Shoal's own. It has only a weak
-    reference to the parameter, because the parameter refers to the function."""
+    """Returns a function that replaces `method` of a parameter (`register_hook`, for example) and
+    raises `refusal` for hooks other than Shoal's own. The function has only a weak reference to the
+    parameter, because the parameter refers to the function."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -449,8 +450,8 @@ def _class(kind: Any, mixed: Any) -> Any:
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """Hides a parameter's values, and also its gradient if `place.gradient` is True. If the
-    parameter is already hidden, only updates its metadata."""
+    """Hides a parameter's values, and also its gradient if `place.gradient` is True. If the values
+    are already hidden, hides only the gradient."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -479,7 +480,7 @@ def show(tensor: Any, place: HiddenParameter) -> None:
 
 
 def show_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Makes a parameter's gradient an ordinary gradient again, if the parameter's values are not
+    """Makes a parameter's `.grad` an ordinary attribute again, if the parameter's values are not
     hidden."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
@@ -504,8 +505,8 @@ class Leaves:
             show(leaf, place)
 
     def take_gradient(self, index: int) -> torch.Tensor | None:
-        """Removes and returns the gradient that autograd has stored in parameter number `index`;
-        None if there is none. Records that the gradient is now stored elsewhere."""
+        """Removes and returns the gradient that autograd has stored in the parameter with this
+        index; None if there is none. Records that the gradient is now stored elsewhere."""
         leaf, place = self._leaves[index]
         gradient = take_gradient(leaf)
         place.gradient |= gradient is not None
@@ -519,9 +520,9 @@ class Leaves:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """Records that this rank has received its part of the summed gradients, including gradients
-        of parameters that only other ranks have used. `present`: for each parameter, True if some
-        rank has used it."""
+        """Records that this rank has received its part of the summed gradients, and hides the
+        gradients of parameters that only other ranks have used. `present`: for each parameter, True
+        if some rank has used it."""
         others = [
             place
             for (_, place), here in zip(self._leaves, present, strict=True)
@@ -554,8 +555,8 @@ class Leaves:
                 leaf.grad = None
 
     def refuse_set_gradients(self) -> None:
-        """Checks that the parameters have no gradients. Called when the gradients of all the step's
-        passes have been moved elsewhere, so that remaining ones must have been set by the script.
+        """Checks that no gradients are left in the parameters. Called when the gradients of all the
+        step's passes have been moved elsewhere. The script must have set any gradient that is left.
 
         Raises:
             ConfigurationError: the script has set a parameter's gradient.
@@ -576,8 +577,8 @@ def is_hidden(tensor: Any) -> bool:
 
 
 def find_moved(parameters: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> int | None:
-    """Returns the index of a parameter whose values are on this rank, but not in the corresponding
-    tensor of `memory`; None if there is none."""
+    """Returns the index of a parameter that is not hidden, but is not stored in the corresponding
+    tensor of `memory`, or has a different dtype; None if there is none."""
     for index, (parameter, own) in enumerate(zip(parameters, memory, strict=True)):
         if not is_hidden(parameter) and (
             parameter.data_ptr() != own.data_ptr() or parameter.dtype != own.dtype
@@ -630,8 +631,8 @@ def take_gradient(tensor: Any) -> torch.Tensor | None:
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
-    """Removes a parameter's gradient. `place`: if given, a gradient that is stored elsewhere is
-    discarded too."""
+    """Removes a parameter's gradient. `place`: description of the parameter; if given, a gradient
+    that is stored elsewhere is forgotten too."""
     if place is not None:
         place.gradient = False
         show_gradient(tensor, place)

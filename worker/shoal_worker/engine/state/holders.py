@@ -1,9 +1,9 @@
-"""Maps the shards of a state to the ranks that hold them. Determines which sharding is still
-complete, which rank sends each shard, and which shards need a copy on another rank.
+"""Determines which ranks have each shard of a state, which sharding is still complete, which rank
+sends each shard, and which shards must be copied to another rank.
 
 These are pure functions: all ranks reach the same decisions from the claims that they have
-exchanged. A *place* identifies a shard: its position in `sharding`, or its stage, part and position
-in `mesh`. These two packages transfer the shards.
+exchanged. A *place* identifies a shard. In the package `sharding`, it is the shard's position; in
+`mesh`, it is the stage, part and position. These two packages transfer the shards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """One rank's statement of the shards that it holds in one sharding."""
+    """Message in which a rank lists the shards of one sharding that it has."""
 
     rank: int
     cut: int
@@ -51,7 +51,7 @@ class Claim(Generic[Place]):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """Plan to copy a shard to another rank, because only one rank has it."""
+    """Planned copy of a shard to a second rank."""
 
     place: Place
     sender: int
@@ -60,7 +60,7 @@ class Copy(Generic[Place]):
 
 @dataclass(kw_only=True)
 class ShardHolders(Generic[Place]):
-    """Holders and mirror holders of all shards of one sharding."""
+    """Ranks that hold or mirror each shard of one sharding."""
 
     cut: int
     """Number of the sharding."""
@@ -73,7 +73,7 @@ class ShardHolders(Generic[Place]):
 
     @property
     def lost(self) -> int:
-        """Number of shards without a holder and without a copy."""
+        """Number of shards that no rank holds or mirrors."""
         return self.shards - len(self.sources())
 
     def sources(self) -> dict[Place, list[int]]:
@@ -121,13 +121,14 @@ def plan_copies(
     *,
     most: int | None = None,
 ) -> list[Copy[Place]]:
-    """Plans copies so that at least two of the remaining ranks have each shard.
+    """Plans copies so that, after the ranks in `leaving` have left, at least two ranks have each
+    shard.
 
-    No copy is planned for a shard if all other ranks already keep as many copies as they can.
+    No copy is planned for a shard if every other remaining rank already keeps `most` copies.
 
     Args:
         held: the holders of all shards in a complete sharding.
-        ranks: all participants.
+        ranks: all ranks, including those in `leaving`.
         leaving: ranks that are about to leave.
         most: maximum number of copies per rank; None: unlimited.
     """
@@ -151,8 +152,8 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses a sender among ranks that can all send the same data: the rank that has sent the
-    least so far."""
+    """Chooses, among several ranks that can send the same data, the one that has sent the least so
+    far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()

@@ -3,8 +3,8 @@ under its key in the state dict.
 
 `state_dict()` may use names other than `named_parameters()`, because wrappers (activation
 checkpointing) and hooks rename, omit or replace entries. An entry is therefore identified by its
-tensor, not by its name. Entries that hooks omit are nevertheless part of the state, under their own
-names: joiners, repeated steps and checkpoints need them.
+tensor, not by its name. Parameters that hooks omit from `state_dict()` are nevertheless part of the
+state, under their names in the module, because joiners, repeated steps and checkpoints need them.
 
 Entries that are neither parameters nor buffers (`get_extra_state()`, and entries made by a module's
 own `state_dict` hooks) are passed unchanged to the module's own `load_state_dict`.
@@ -26,7 +26,7 @@ from shoal_worker.state.tree import flatten
 
 
 class ModuleState:
-    """Current state of a module. Shares the module's tensors."""
+    """Current state of a module. Shares memory with the module."""
 
     def __init__(self, module: nn.Module) -> None:
         with inside():
@@ -66,9 +66,9 @@ class ModuleState:
         """Name of a parameter or buffer in the module -> its key."""
 
     def captured(self) -> OrderedDict[str, Any]:
-        """Returns the complete state: the result of `state_dict()` with the entries that hooks
-        omit, and with the module's own tensors in place of replaced ones. Shares memory with the
-        module."""
+        """Returns the complete state: the entries of `state_dict()`, plus the parameters that hooks
+        omit from it. If a hook has replaced a parameter or a buffer, returns the module's own
+        tensor. Shares memory with the module."""
         state: OrderedDict[str, Any] = OrderedDict()
         with inside():
             for key in (*self._listed, *self.left_out):
@@ -97,8 +97,8 @@ class ModuleState:
         return shapes | dict.fromkeys(self.others)
 
     def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Converts captured `values` for the module's own `load_state_dict`. Entries that hooks
-        replace in `state_dict()` are taken from the current `state_dict()`."""
+        """Converts `values` in the format of `captured` for the module's own `load_state_dict`.
+        Entries that hooks replace in `state_dict()` are taken from the current `state_dict()`."""
         if self.replaced.isdisjoint(values):
             return values
         given = OrderedDict(values)
@@ -116,8 +116,8 @@ def other_entries(module: nn.Module) -> dict[str, Any]:
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
     """Checks that every entry of the module's state can be sent to a joiner and saved; otherwise
-    raises ConfigurationError. `whole`: True if ranks have unsharded parameters. Otherwise, entries
-    that a hook computes from parameters are refused too."""
+    raises ConfigurationError. `whole`: True if every rank has unsharded parameters. If it is False,
+    entries that a hook computes from parameters are refused too."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
@@ -141,8 +141,8 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Returns the keys of entries that hooks compute from parameters. They are found by temporarily
-    removing the parameters' elements, which changes these entries."""
+    """Returns the keys of entries that hooks compute from parameters. To find them, temporarily
+    removes the elements of all parameters, and checks which entries change."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
         return []
@@ -168,8 +168,8 @@ def _shape(value: Any) -> Any:
 def check_model_fits(
     values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]
 ) -> None:
-    """Checks that a state fits the module. `values`: a captured state, or the result of
-    `full_state_dict` from any strategy. `shapes`: unsharded shapes, from `ModuleState.shapes`.
+    """Checks that a state fits the module. `values`: the result of `ModuleState.captured` or, with
+    any strategy, of `full_state_dict`. `shapes`: unsharded shapes, from `ModuleState.shapes`.
 
     Parameters that the module's `state_dict()` omits may be missing. Buffers that have no elements
     in this module may have any shape in the state.
@@ -226,8 +226,9 @@ def _is_unset(module: nn.Module, key: str) -> bool:
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
     """Loads a state that fits the module, or some of its entries. The module's hooks run as in
-    torch's own `load_state_dict`. `listed`: True if the values come from `state_dict()`; loading
-    hooks then reverse the changes that saving hooks made. False if they come from `captured`."""
+    torch's own `load_state_dict`. `listed`: True if the values come from `state_dict()`, so that
+    loading hooks must reverse the changes that saving hooks made; False if they come from
+    `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)

@@ -32,8 +32,9 @@ def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Te
 
 def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns `value`, a moment or a gradient, with the strides of `parameter`. Strides are not
-    preserved when a value is sent or saved. On a CPU, torch's fused optimizers iterate over a
-    parameter, its gradient and its moments in memory order, regardless of their strides."""
+    preserved when a value is sent or saved. This matters because on a CPU, torch's fused optimizers
+    iterate over a parameter, its gradient and its moments in memory order, regardless of their
+    strides."""
     if value.layout is not torch.strided or value.stride() == parameter.stride():
         return value
     return torch.empty_like(
@@ -44,9 +45,10 @@ def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def as_made_by(
     optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype
 ) -> Any:
-    """Converts a loaded value of the optimizer's state for a parameter of `dtype`. Optimizers of
-    torch.optim create moments in the parameter's dtype and cannot use others, but the state may
-    come from a run with a different dtype. Values of other optimizers are returned unchanged.
+    """Converts a loaded value of the optimizer's state to the dtype that the optimizer would give
+    it. `dtype`: dtype of the parameter. Optimizers of torch.optim create moments in the parameter's
+    dtype and cannot use moments of another dtype, but the state may come from a run with a
+    different dtype. Values of other optimizers are returned unchanged.
     """
     kind = type(optimizer)
     of_torch = (
@@ -65,8 +67,8 @@ def load_optimizer(
     layout of their parameters.
 
     torch's own `load_state_dict` converts everything except "step" to the parameter's dtype, even
-    if the optimizer has chosen a different dtype (float32 sums for bfloat16 parameters, integers, a
-    running product). A rank that receives its peers' state must not lose precision.
+    if the optimizer keeps it in a different dtype (float32 sums for bfloat16 parameters, integers,
+    a running product). A rank that receives its peers' state would lose precision.
 
     Args:
         exact: True if the state was saved with parameters of the same dtypes. Its values then keep

@@ -1,5 +1,6 @@
-"""Divides parameters into units that are gathered, used and freed together, or reduced together.
-Also recomputes activations in the backward pass.
+"""Divides parameters into units. The parameters of a unit are gathered, used and freed together, or
+their gradients are reduced together. This module also makes submodules recompute their activations
+in the backward pass.
 
 Small units need more collectives, and large units more memory: if parameters are sharded, a unit is
 unsharded in memory while it is used.
@@ -32,7 +33,7 @@ def checkpoint_activations(
     that already do so unchanged.
 
     Raises:
-        ConfigurationError: the model has no such submodule.
+        ConfigurationError: the model does not contain the chosen submodules.
     """
     if chosen is False:
         return
@@ -71,9 +72,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def check_forward_passes(module: nn.Module, strategy: str) -> None:
-    """Checks that all parts of the module use the forward pass of their class; otherwise raises
-    ConfigurationError (after `layer.forward = ...`). Layers are split according to their classes,
-    and copies of a module with a replaced `forward` would use the parameters of the original."""
+    """Checks that all parts of the module use the forward pass of their class; otherwise, for
+    example after `layer.forward = ...`, raises ConfigurationError. Layers are split according to
+    their classes, so a replaced `forward` would not be called. A copy of a module with a replaced
+    `forward` would use the parameters of the original."""
     for name, part in module.named_modules():
         compiled = "_orig_mod" in part._modules  # by torch.compile; copying may also create it
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
@@ -111,10 +113,10 @@ def by_modules(
     """Returns a group for each module in `shard_modules` (classes, or names of submodules), after a
     first group for all other parameters.
 
-    `shard_modules=None` selects the children of containers that repeat a class (the blocks of a
-    transformer), if they have at least `at_least` elements. A parameter shared by several units
-    belongs to the first group. Groups are in the order of `named_modules`. Parameters of a nested
-    module with its own group are not in the outer module's group.
+    `shard_modules=None` selects the children of containers in which a class occurs repeatedly (the
+    blocks of a transformer), if they have at least `at_least` elements. A parameter shared by
+    several units belongs to the first group. Groups are in the order of `named_modules`. Parameters
+    of a nested module with its own group are not in the outer module's group.
 
     Raises:
         ConfigurationError: the model does not contain one of the names or classes.
@@ -180,8 +182,8 @@ def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
 
 
 def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
-    """Splits a group by dtype and by whether parameters are trained. Parameters of one resulting
-    group can share a flat vector and a reduction."""
+    """Splits a group by dtype and by whether parameters are trained. The parameters of each
+    resulting group can be stored in one flat vector and reduced in one collective."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
@@ -220,8 +222,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
 
 
 def repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
-    """Yields the names of submodules that repeat their class within a container and have at least
-    `at_least` elements each: the blocks of a transformer."""
+    """Yields the names of submodules whose class occurs repeatedly in the same container and that
+    have at least `at_least` elements each, such as the blocks of a transformer."""
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue

@@ -1,4 +1,4 @@
-"""Parameter values passed by users, requirements on a model before training, and models on the meta
+"""Parameter values passed by users, checks of a model before training, and models on the meta
 device.
 
 Values that a script sets, such as a file's contents or another model's values, must be the same on
@@ -115,8 +115,9 @@ def check_shaped(module: nn.Module) -> None:
 
 def check_unquantized(module: nn.Module, *, kind: str = "base model", instead: str = "") -> None:
     """Raises ConfigurationError if bitsandbytes has quantized a parameter of the module, because
-    some values of such a parameter are stored in attributes of the Python object. `kind`: what the
-    module is, `instead`: how to save memory without quantization; both for the error."""
+    some values of such a parameter are stored in attributes of the Python object. `kind`,
+    `instead`: for the error message, what the module is, and how to save memory without
+    quantization."""
     instead = instead or ", and set strategy='zero3' or 'fsdp' to divide it among the ranks"
     for name, parameter in module.named_parameters():
         found = type(parameter)
@@ -134,9 +135,10 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
     """Raises ConfigurationError if two parameters, or a parameter and a buffer, share memory and at
     least one of the two is trained.
 
-    Strategies move each parameter to separate memory, which would split a shared tensor in two.
-    `kept`: True if the strategy leaves parameters where they are. Two parameters may then share
-    memory. A parameter and a buffer may not, because buffers are written at the end of a step.
+    Most strategies move each parameter to separate memory, after which two tensors would no longer
+    share theirs. `kept`: True if the strategy leaves parameters where they are. In this case, two
+    parameters may share memory, but a parameter and a buffer may not, because buffers are written
+    at the end of a step.
     """
     members = [
         _Member(
@@ -179,8 +181,8 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
 
 class ModuleMembers:
-    """Parameters of a module at `as_distributed`. A strategy that reduces only these parameters'
-    gradients uses this class to check that no other parameters are trained.
+    """Parameters that a module had when `as_distributed` was called. A strategy that reduces only
+    these parameters' gradients uses this class to check that no other parameters are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -196,8 +198,9 @@ class ModuleMembers:
         self._found = [table[name] for table, name in self._places]
 
     def check(self) -> None:
-        """Checks that no unknown parameter requires gradients; otherwise raises ConfigurationError.
-        A known parameter may be renamed or moved. Fast enough to be called in each step."""
+        """Checks that no parameter that was added later requires gradients; otherwise raises
+        ConfigurationError. Known parameters may have other names or be in other submodules. Fast
+        enough to be called in each step."""
         now = [table.get(name) for table, name in self._places]
         if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
             return
@@ -228,7 +231,7 @@ class _Member:
         self.end = self.begin + self.extent * tensor.element_size()
 
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
-        """Returns whether an error is raised if this tensor and `other` share memory. `kept`: see
+        """Returns whether it is an error if this tensor and `other` share memory. `kept`: see
         `check_memory`.
         """
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
@@ -270,7 +273,7 @@ T = TypeVar("T")
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     """Returns the result of `read` after checking, in a collective operation, that all ranks have
-    the same result. `kind`: the user's call, which errors name.
+    the same result. `kind`: the user's call, for error messages.
 
     Raises:
         ConfigurationError: the results differ between ranks, or `read` failed on another rank.
@@ -328,7 +331,7 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Loads a peer's `unsaved_buffers` into the module. Skips buffers with a different shape or
-    dtype, because the shape of a cache may vary."""
+    dtype: for example, the shape of a cache may vary."""
     _take_buffers(module, unsaved_buffers(module), buffers)
 
 
@@ -375,8 +378,8 @@ def materialize(
     `unsaved_buffers`, with values for buffers on the meta device.
 
     Raises:
-        ConfigurationError: one of these buffers is missing or has a different shape, or a parameter
-            has hooks. Nothing is changed.
+        ConfigurationError: a buffer's values are missing from `buffers` or have a different shape,
+            or a parameter has hooks. Nothing is changed.
     """
     given = _given(module, buffers or {})
     for _, _, tensor in _places(module):
@@ -400,7 +403,8 @@ def materialize(
 
 
 def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns values for the buffers on the meta device that state_dict omits."""
+    """Returns the values in `buffers` for those buffers on the meta device that state_dict
+    omits."""
     wanted = {name: buffer for name, buffer in unsaved_buffers(module).items() if buffer.is_meta}
     for name, buffer in wanted.items():
         if name not in buffers or buffers[name].shape != buffer.shape:

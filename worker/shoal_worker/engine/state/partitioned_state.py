@@ -1,4 +1,4 @@
-"""Interface to the state of one model and its optimizer, on a rank that need not have all of it.
+"""Interface to the state of one model and its optimizer on a rank that may have only part of it.
 
 Implementations shard the state across the ranks of a group (`sharding/sharded_state.py`), or along
 the axes of a mesh (`mesh/parts.py`). Owned by the training thread.
@@ -61,7 +61,7 @@ class PartitionedState(abc.ABC):
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Checks that `state` belongs to the same model and optimizer; otherwise raises
-        CorruptDataError. `state`: result of `assemble` from any strategy."""
+        CorruptDataError. `state`: result of `assemble`, possibly of another strategy."""
         self._check_values(state["model"])
         if state["optimizer"] is not None:
             self._check_optimizer(state["optimizer"])
@@ -75,8 +75,8 @@ class PartitionedState(abc.ABC):
 
     @abc.abstractmethod
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer, and replaces the parameters in its groups with this rank's part.
-        Called before the state is first sharded."""
+        """Sets the optimizer, and replaces the parameters in its groups with this rank's pieces of
+        them. Called before the state is first sharded."""
 
     @abc.abstractmethod
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class PartitionedState(abc.ABC):
         on every rank of `channel`.
 
         Raises:
-            StateLostError (SHARDS_LOST): some part is no longer on any rank.
+            StateLostError (SHARDS_LOST): part of the state is no longer on any rank.
             MembershipChanged: the group has ended.
         """
 

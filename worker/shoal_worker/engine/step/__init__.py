@@ -2,6 +2,6 @@
 
 `passes`: calls a module and computes its loss. `ranks_in_passes`: communication with other ranks in
 a pass. `buffers`: buffers that a step changes. `pass_writes`: all other changes by a pass.
-`compressed`: compressed gradients. `failed_collectives`: collectives whose failure aborts a step.
-`tentative_update`: undoes an update if the step of its batch is aborted.
+`compressed`: compression of gradients. `failed_collectives`: collectives whose failure aborts the
+step. `tentative_update`: updates that can be undone if their step is aborted.
 """

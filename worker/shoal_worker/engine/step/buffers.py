@@ -1,14 +1,15 @@
 """Synchronizes a module's buffers across ranks, and restores them after an aborted step.
 
-The forward pass already changes buffers, before the outcome of the step is known. If the step is
-aborted, they are restored. If it is committed, all ranks must have the same values. The ranks
-therefore sum the weighted change of each floating-point buffer and add it to the committed value. A
-buffer that no rank has changed keeps its exact value. A script's later changes in the same step
-stay local, like its changes between two steps.
+The forward pass changes buffers before the outcome of the step is known. If the step is aborted,
+they are restored. If the step is committed, all ranks must have the same values afterwards. The
+ranks therefore sum the weighted change of each floating-point buffer and add it to the committed
+value. A buffer that no rank has changed keeps its exact value. Changes that the script itself makes
+later in the same step stay local, like its changes between two steps.
 
-Counters are int64 buffers and stay exact. Their changes are summed in float64, and a change too
-large for that is refused; on a device, the error is raised one step later to avoid a wait. A count
-of steps changes by the same amount on all ranks and is added once; other changes are summed.
+Counters are int64 buffers and stay exact. Their changes are summed in float64, and a change that is
+too large for an exact sum is refused; on a device, the error is raised one step later to avoid a
+wait. If a counter changes by the same amount on all ranks, like a count of steps, the amount is
+added once. Other changes are summed.
 
 `extremes.py` handles minima and maxima. All other state (bool, other integers, complex numbers,
 partially infinite tensors) must be changed identically on all ranks: its digest is part of the step
@@ -170,8 +171,8 @@ class CommittedBuffers:
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """Begins a step: records the buffers' current values as its starting values, including
-        changes that the script has made since the last step."""
+        """Begins a step: records the buffers' current values, including changes that the script has
+        made since the last step, as the step's starting values."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
             touched = [
@@ -192,7 +193,8 @@ class CommittedBuffers:
         self.commit()
 
     def replaced(self) -> None:
-        """Commits values that have been loaded from a different state."""
+        """Commits the buffers' current values after a different state has been loaded. The
+        difference from the last committed values is not regarded as a write."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
@@ -214,7 +216,8 @@ class CommittedBuffers:
         return digest_of([buffer for buffer in found if buffer is not None])
 
     def kept(self) -> Callable[[], None]:
-        """Returns a function that restores the current values of the state's buffers."""
+        """Returns a function that restores the buffers of the state to the values that they have
+        now."""
         places = [(owner, name, owner._buffers.get(name)) for _, owner, name in self._saved]
         values = [None if buffer is None else buffer.clone() for _, _, buffer in places]
 
@@ -253,7 +256,8 @@ class CommittedBuffers:
             ]
 
     def put_back(self) -> None:
-        """Restores the buffers to their values at the last committed step."""
+        """Restores the buffers to their committed values. In a step, these are the values at its
+        beginning."""
         self._taken = None
         if self._places:
             self._write(self._committed)
@@ -293,9 +297,9 @@ class CommittedBuffers:
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Returns one flag for each element of the counters: True if it counts samples, because its
-        change equals the number of samples in the passes. All elements of a buffer are marked if
-        their changes add up to this number, as in a histogram."""
+        """Returns one flag for each element of the counters: True if the element seems to count
+        samples, because its change equals the number of samples in the passes. All elements of a
+        buffer are marked if their changes add up to this number, as in a histogram."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -309,21 +313,22 @@ class CommittedBuffers:
         return found
 
     def reweighted(self, changes: torch.Tensor, factor: float) -> torch.Tensor:
-        """Returns `changes` as if the weights of the passes had been multiplied by `factor`."""
+        """Returns what `changes` would be if the weights of the passes were multiplied by
+        `factor`."""
         scaled, counted = changes * factor, sum(self._sizes[self._counters])
         if counted:
             scaled[-1 - counted : -1] = changes[-1 - counted : -1]
         return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
-        """Excludes changes since the last commit from the next result of `changes`, because they
-        come from a pass of weight 0."""
+        """Makes `apply` discard the changes that this rank has made up to now, because they come
+        from a pass of weight 0."""
         if self._sizes:
             self._taken, self._seen = self._shared(like), self._in_sight()
 
     @property
     def touched(self) -> bool:
-        """True if a script has changed a buffer since the changes were last read. Changes through
+        """True if the script has changed a buffer since the last call of `changes`. Changes through
         `.data`, which torch does not count, may be missed."""
         return self._taken is not None and any(
             then is not now or before != after
@@ -338,12 +343,13 @@ class CommittedBuffers:
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """Sets the buffers to the committed values plus the summed `changes` of all ranks. Changes
-        that this rank has made since its own changes were read are kept.
+        """Sets the buffers to the committed values plus the summed `changes` of all ranks. What has
+        changed on this rank since its last call of `changes` is kept.
 
-        Floating-point buffers change by the weighted mean. An integer buffer that all passes
-        changed by the same amount (a count of steps) changes by that amount, unless the amount is
-        each pass's number of samples. Other integer buffers change by the sum (a count of samples).
+        Floating-point buffers change by the weighted mean. If all passes changed an element of an
+        integer buffer by the same amount, as in a count of steps, the element changes by that
+        amount, unless the amount is each pass's number of samples. Other elements of integer
+        buffers change by the sum, as in a count of samples.
 
         Raises:
             ConfigurationError: a buffer has a new shape.
@@ -383,9 +389,9 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once about counters that change by the same amount on all ranks. Such a change is
-        added only once, although a sum across ranks may be intended. `steps`: elements whose change
-        is added once."""
+        """Warns once about counters that change by the same amount on all ranks, if the amount is a
+        multiple of this rank's number of samples. It is added only once, although a sum across
+        ranks may be intended. `steps`: one flag per element, True if its change is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
@@ -405,8 +411,8 @@ class CommittedBuffers:
 
     def _watch_sums(self, doubtful: torch.Tensor) -> None:
         """Warns once about int64 buffers that are treated as counters but may have a different
-        meaning. `doubtful`: elements whose changes are summed and differ from the number of
-        samples."""
+        meaning. `doubtful`: one flag per element, True if its changes are summed and differ from
+        the number of samples."""
         self._sums_to_watch -= 1
         parts = doubtful.split(self._sizes[self._counters]) if doubtful.any() else ()
         pairs = zip(self._counted, parts, strict=False)
@@ -442,8 +448,8 @@ class CommittedBuffers:
         return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
-        """Returns whether a buffer differs from its committed value. Writes that leave the values
-        unchanged do not count, because ranks may differ in such writes."""
+        """Returns whether a buffer differs from its committed value. A write that leaves the values
+        unchanged is ignored, because it may happen on only some ranks."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
@@ -490,8 +496,9 @@ class CommittedBuffers:
                     )
 
     def micro_batch_ends(self) -> None:
-        """Called after the passes of a micro-batch with a weight above 0. Raises ConfigurationError
-        if buffers that must change identically have not changed as in the first micro-batch."""
+        """Processes the changes of a finished micro-batch. Must be called only for micro-batches
+        with a weight above 0. Raises ConfigurationError if buffers that must change identically
+        have not changed as in the first micro-batch."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
@@ -564,7 +571,7 @@ class CommittedBuffers:
 
     def _check_exact(self, counted: torch.Tensor) -> None:
         """Checks that no counter has changed by too much; otherwise raises ConfigurationError. On a
-        device, the error may concern an earlier step."""
+        device, the error may be about an earlier step."""
         if not counted.numel():
             return
         largest = torch.linalg.vector_norm(counted, math.inf)
@@ -639,7 +646,7 @@ def give_memory(module: nn.Module) -> None:
 
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
-    """Returns a function that restores the current values of the module's buffers."""
+    """Returns a function that restores the module's buffers to the values that they have now."""
     places = [
         (owner, name, buffer)
         for owner in module.modules()
@@ -657,8 +664,8 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Returns the elementwise difference. It is zero where both values are the same, even if they
-    are infinities or NaNs, and where the earlier value was infinite."""
+    """Returns the elementwise difference. It is zero where the earlier value was infinite, and
+    where both values are the same, even if they are NaN."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 
@@ -690,6 +697,6 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def joined(writes: int, buffers: int) -> int:
-    """Combines the digests of the passes' writes to parameters and to exact buffers; 0 if both are
-    0."""
+    """Combines two digests of writes: to parameters (`writes`) and to buffers (`buffers`); 0 if
+    both are 0."""
     return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0

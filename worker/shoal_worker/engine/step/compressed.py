@@ -1,9 +1,11 @@
-"""Compresses gradients. Residuals of the compression are kept only if their step is committed, and
-are saved and restored with the run's state.
+"""Compresses gradients. The residuals (compression errors that are added to the next step's
+gradients) are kept only if their step is committed, and are saved and restored with the run's
+state.
 
-Each model with `gradient_compression=` has one `GradientCompression`. Engines send their buckets
-through it (`Flight`, sharding's collectives) and report the outcome of each step, which determines
-whether its residuals are kept (docs/explanation/compression.md#error-feedback).
+Each model with `gradient_compression=` has one `GradientCompression`. Engines reduce their buckets
+with it (`Flight`, `CompressedScatter`). They also report the outcome of each step to it, because
+the step's residuals are kept only if the step is committed
+(docs/explanation/compression.md#error-feedback).
 
 May be used only on the training thread, or on the thread of a backward pass while the training
 thread waits.
@@ -57,9 +59,9 @@ class GradientCompression:
     # -------------------------------------------------------------------------------------- sending
 
     def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
-        """Sets the current layout of the gradients. `layout`: each bucket's parameters, as JSON.
-        `numels`: number of elements of each bucket, including padding. Residuals of a different
-        layout are dropped."""
+        """Sets the current layout of the buckets of one `kind`, and drops residuals that belong to
+        a different layout. `layout`: each bucket's parameters, as a JSON-able value. `numels`:
+        number of elements of each bucket, including padding."""
         said = json.dumps(layout)
         if self._layouts.setdefault(kind, said) != said:
             self._layouts[kind] = said
@@ -69,8 +71,8 @@ class GradientCompression:
             self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
-        """Sets the divisor of the step's sums. Must be called before the step's first bucket is
-        sent."""
+        """Sets the number by which the step's gradient sums will be divided. Must be called before
+        the step's first bucket is sent."""
         self._divisor = divisor
         units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
@@ -78,8 +80,9 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """Records the GradScaler that has stepped this model's optimizer; empty: no scaler. Before
-        the first call, all registered scalers are assumed to scale this model's loss."""
+        """Records the name of the GradScaler that has stepped this model's optimizer; empty: no
+        scaler. Before the first call, all registered scalers are assumed to scale this model's
+        loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor
@@ -92,8 +95,9 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Starts a compressed in-place all-reduce of a bucket across the group's ranks. `shapes`:
-        shapes of the bucket's tensors, in memory order.
+        """Starts a compressed in-place all-reduce of a bucket across the group's ranks. `kind`,
+        `number`: kind of the bucket, and its index among the buckets of that kind. `shapes`: shapes
+        of the bucket's tensors, each with its dimensions in memory order.
 
         Raises:
             MembershipChanged: the group has ended."""
@@ -105,7 +109,7 @@ class GradientCompression:
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
         """Adds the residuals of earlier steps to the gradients of a bucket. Used if there is only
-        one rank, so that gradients are neither compressed nor sent."""
+        one rank, whose gradients are neither compressed nor sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -132,8 +136,8 @@ class GradientCompression:
         self._reduction.rollback()
 
     def commit(self, *, unusable: bool = False) -> None:
-        """Commits the step's residuals. `unusable`: a GradScaler found infinities, and the step's
-        gradients were not applied; the residuals are then discarded."""
+        """Commits the step's residuals. `unusable`: True if a GradScaler found infinities, so that
+        the step's gradients were not applied; the residuals are then discarded."""
         if unusable:
             self._reduction.rollback()
         else:
@@ -155,9 +159,9 @@ class GradientCompression:
         }
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the state with every rank's residuals, for checkpoints. Returned on the first
-        rank of `channel` only. Gathers one bucket at a time, so that only this rank needs memory
-        for all residuals."""
+        """Returns the state for a checkpoint. On the first rank of `channel`, it includes every
+        rank's residuals. Gathers one bucket at a time, so that only this rank needs memory for all
+        residuals."""
         own = _nested(self._reduction.state_dict())
         received = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {
@@ -210,8 +214,9 @@ class GradientCompression:
         """Restores the state of a peer or a checkpoint. None: the run that saved the checkpoint did
         not use compression.
 
-        From a checkpoint, rank r of n takes the residuals of the saved ranks r, r + n, r + 2n, ...,
-        so that all residuals are used. A rank beyond the saved ranks starts without residuals.
+        If the state comes from a checkpoint, rank r of n takes the sum of the residuals that ranks
+        r, r + n, r + 2n, ... had saved, so that all residuals are used. If there were fewer ranks
+        when it was saved, additional ranks start without residuals.
         """
         self._reduction.rollback()
         if state is not None:

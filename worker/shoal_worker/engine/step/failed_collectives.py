@@ -18,9 +18,9 @@ from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 def is_open(session: StrategySession) -> bool:
     """Returns whether a step is in progress whose commit all-reduce has not completed. In such a
-    step, it suffices to order later computation after a collective, without waiting on the host:
-    before the commit all-reduce, the rank waits for all collectives (`Group.settle`), and the
-    results are kept only if all have succeeded."""
+    step, the host need not wait for a collective; it suffices that later computation is ordered
+    after it. Before the commit all-reduce, the rank waits for all collectives (`Group.settle`), and
+    the results are kept only if all have succeeded."""
     step = session.step
     return step is not None and step.control is None
 
@@ -41,14 +41,14 @@ class LosingStep:
     """Context for collectives of the current step. A failure (`MembershipChanged`) marks the step
     as failed instead of raising an exception in the user's passes.
 
-    `failed`: True afterwards if a collective failed.
+    After the context has been left, `failed` is True if a collective failed.
     """
 
     __slots__ = ("_raises_outside", "_session", "failed")
 
     def __init__(self, session: StrategySession, *, raises_outside: bool = False) -> None:
-        """`raises_outside`: True to raise failures that occur between steps, in an operation that
-        can be repeated."""
+        """`raises_outside`: True to let failures between steps raise, because the operation that
+        they occur in can be repeated."""
         self._session: Final = session
         self._raises_outside: Final = raises_outside
         self.failed = False
@@ -84,8 +84,8 @@ def await_reductions(
 
 
 def completes(session: StrategySession, step: Step) -> bool:
-    """Called after the last reduction of `step`; passes a failpoint for tests. Returns True if the
-    step has not failed."""
+    """Returns True if `step` has not failed. Called after its last reduction. Contains a failpoint
+    for tests."""
     if step.lost is not None:
         return False
     with LosingStep(session) as completing:
@@ -94,8 +94,8 @@ def completes(session: StrategySession, step: Step) -> bool:
 
 
 def await_ordered(session: StrategySession, group: Group, work: dist.Work) -> bool:
-    """Calls `come_after`. Returns False if the collective has failed. A failure in a step marks the
-    step as failed; a failure between steps raises MembershipChanged."""
+    """Calls `come_after` and returns True, or returns False if the collective has failed. A failure
+    in a step marks the step as failed; a failure between steps raises MembershipChanged."""
     with LosingStep(session, raises_outside=True) as waiting:
         come_after(session, group, work)
     return not waiting.failed

@@ -1,20 +1,20 @@
-"""Changes that a pass makes to anything except buffers and gradients: parameters written in
-`forward()`, tensors and numbers in module attributes, and extra state.
+"""Detects and undoes changes that a forward or backward pass makes to anything except buffers and
+gradients: to parameters, to tensors and numbers in module attributes, and to extra state.
 
-An aborted step is repeated, so all these changes are undone. Parameters that passes write (momentum
-encoders, initialization from the first batch, weight clipping) must be written identically on all
-ranks, so their digest is part of the step vote. If ranks have only parts of parameters, a pass's
-writes would be lost, and are therefore refused.
+An aborted step is repeated, so all these changes are undone. If a pass writes to a parameter (as in
+momentum encoders, initialization from the first batch, or weight clipping), it must do so
+identically on all ranks. A digest of the written parameters is therefore part of the step vote. If
+ranks have only parts of parameters, such writes would be lost, and are refused.
 
 Writes are detected from torch's count of in-place changes and from a parameter's memory address.
 torch does not count writes through `.data`: they are detected by digests in the first step of a
-process, and later by sampled elements of each parameter in host memory. A copy of a parameter is
-kept from its first write on. Before that, copies are kept only if the model is small. In a larger
-model, the first write of a parameter cannot be undone, which raises an error if its step is aborted
-or has micro-batches.
+process, and later by sampled elements of each parameter in host memory. Once a parameter has been
+written, a copy of it is made in every step. Before its first write, a copy exists only if the model
+is small. In a larger model, the first write to a parameter cannot be undone. This is an error if
+the step is aborted or has micro-batches.
 
-A script's writes between two steps have a separate digest in the step vote. If ranks differ in it,
-they compare all parameters before the step is applied.
+What the script writes to parameters between two steps has a separate digest in the step vote. If
+this digest differs between ranks, they compare all parameters before the step is applied.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _TENSORS: Final = frozenset({torch.Tensor})
 
 
 class WrittenParameters:
-    """Parameters that have been written since the step began. Owned by the training thread."""
+    """Detects which parameters have been written since the step began, and can restore them. Owned
+    by the training thread."""
 
     def __init__(
         self,
@@ -56,9 +57,10 @@ class WrittenParameters:
         compared: bool = True,
         whole: bool = False,
     ) -> None:
-        """`stay`: True if only the script can change a parameter's memory address. `compared`: True
-        if the values exist between passes and can be compared. `whole`: True if every rank has all
-        parameters, even between steps."""
+        """`parameters`: pairs of name and parameter. `stay`: True if only the script can change a
+        parameter's memory address. `compared`: True if the parameters have their values between
+        passes, so that values can be compared. `whole`: True if every rank has all parameters, even
+        between steps."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
@@ -182,8 +184,9 @@ class WrittenParameters:
         return self._elements.owners(before != now)
 
     def _changed(self) -> list[int]:
-        """Returns the indices of written parameters. Omits parameters whose values are known to be
-        unchanged, because ranks may differ in writes that leave the values unchanged."""
+        """Returns the indices of the parameters written in this step. Omits parameters whose values
+        are known to be unchanged, because a write that changes nothing may happen on only some
+        ranks."""
         if self._updating:
             return self._written
         if not self._seen:
@@ -218,8 +221,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def names_beyond_rounding(self) -> list[str]:
-        """Returns the names of written parameters. Omits parameters that were changed and then
-        restored through `.data`, because their sampled elements differ only by rounding."""
+        """Returns the names of written parameters, except those that were changed and then restored
+        through `.data`, so that their sampled elements differ only by rounding."""
         changed = self._changed()
         if self._elements is None or self._digests or not self._seen:
             return [self._named[index][0] for index in changed]
@@ -284,19 +287,21 @@ class WrittenParameters:
     def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
         """Checks that no parameter was written, because this strategy would lose the values;
         otherwise raises ConfigurationError. `unless`: function that returns True if a collective
-        has failed. The step is then aborted in any case."""
+        has failed. In that case, raises nothing, because the step is aborted anyway."""
         names = self.names()
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
 
     @torch.no_grad()
     def overwritten(self) -> list[str]:
-        """Returns the names of parameters that a script has written since the last `note`. A value
-        that was changed and then restored counts as unchanged, even if it differs by rounding.
+        """Returns the names of parameters that the script has written since the last `note`. A
+        parameter that was changed and then restored is not reported, even if it differs by
+        rounding.
 
-        Most writes change the sampled elements. If the first write of a parameter changes only
-        torch's count of in-place changes, a warning is logged, because the write may have been
-        undone. From then on, all elements of that parameter are compared.
+        Most writes change the sampled elements. If only torch's count of in-place changes shows
+        that a parameter has been written, its earlier values are not known, and the write may have
+        been undone. In this case, the first such write only causes a warning. From then on, all
+        elements of that parameter are compared.
         """
         if self._committed is None or self._elements is None:
             return []
@@ -330,8 +335,8 @@ class WrittenParameters:
         return [self._named[index][0] for index in sorted(written)]
 
     def update_begins(self) -> None:
-        """Records that an optimizer step begins before the outcome of the step is known. Called
-        after `digest`."""
+        """Records that an optimizer step begins although the outcome of the step is not known yet.
+        Changes from now on are not regarded as writes. Must be called after `digest`."""
         self._updating = True
 
     @torch.no_grad()
@@ -360,16 +365,16 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """Commits the writes whose digest was computed, and keeps copies of the written parameters
-        from now on."""
+        """Commits the writes that the last `digest` covers. The written parameters are copied in
+        every later step."""
         self._watched |= set(self._written)
         self.forget()
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Records the parameters' values at a commit. Writes from now until the next step count as
-        writes between steps."""
+        """Records the state of the parameters at a commit. Writes from now until the next step
+        begins are regarded as writes between steps."""
         self._committed, self.between = (self._sight(), self._sample()), 0
         for index, noted in self._noted.items():
             value = self._named[index][1].detach()
@@ -382,20 +387,21 @@ class WrittenParameters:
 
     def replaced(self) -> None:
         """Records that the parameters are replaced, by a loaded state or an update. Changes before
-        the next step begins do not count as writes."""
+        the next step begins are not regarded as writes."""
         self.forget()
         self._committed, self.between = None, 0
 
     @torch.no_grad()
     def moving(self) -> None:
-        """Called before the parameters move to other memory, so that the move does not count as a
+        """Prepares for the parameters' move to other memory, so that the move is not taken for a
         write."""
         self._look_between_steps()
         self._committed = None
 
 
 class SampledElements:
-    """Reads a few elements of each tensor in host memory in one torch operation."""
+    """Reads a few elements of each of several tensors, with a single torch operation. Omits tensors
+    that are not in host memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -416,8 +422,8 @@ class SampledElements:
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
 
     def about_equal(self, index: int, before: Any, now: Any) -> bool:
-        """Returns whether two samples of tensor number `index` are equal except for rounding
-        (`about_equal`)."""
+        """Returns whether the elements of the tensor with this index are equal in two samples
+        except for rounding (`about_equal`)."""
         mine = torch.tensor(self._owners) == index
         dtype = self._tensors[index].dtype
         bits = _BITS[dtype.itemsize]
@@ -433,7 +439,8 @@ class SampledElements:
 def some_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a flat view of the bits of a few elements of a tensor in host memory. The elements
     are spread over the entire tensor if it is contiguous, otherwise over its first dimension. For
-    complex numbers, only the real parts are included."""
+    complex numbers, the view contains only the real parts. It is empty if the tensor is not in host
+    memory."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -466,8 +473,8 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
 
 
 def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two floating-point tensors are equal up to the rounding error of adding and
-    subtracting a value of similar size."""
+    """Returns whether two floating-point tensors differ by no more than the rounding error of
+    adding and then subtracting a value of similar size."""
     if one.shape != other.shape:
         return False
     error = 4 * torch.finfo(one.dtype).eps * one.abs().max()
@@ -482,12 +489,12 @@ def same(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ModuleAttributes:
-    """Copy of the tensors and numbers in plain attributes of modules, and of the modules' extra
-    state, at the step's beginning."""
+    """Copies, at the step's beginning, the tensors and numbers in plain attributes of modules and
+    the modules' extra state, so that they can be restored."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
-        """`numbers`: True to restore numbers in attributes too; False if numbers belong to the
-        script and must not be restored."""
+        """`numbers`: True to restore numbers in attributes too; False to leave them unchanged,
+        because they belong to the script."""
         # torch's own layers have no attributes that a pass changes.
         self._parts = [
             part

@@ -77,8 +77,8 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 
 
 def half_a_pass() -> PreconditionError:
-    """Returns the error for a script that continues a step after one of its backward passes has
-    raised an exception."""
+    """Returns the error for a script that continues a step although one of the step's backward
+    passes has raised an exception."""
     return PreconditionError(
         "a backward pass of this step failed midway: some of its gradients were sent to the "
         "other ranks and others are missing, so this rank can neither finish the step nor undo "
@@ -88,8 +88,8 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the distinct tensors in a module's inputs or outputs, in order of nesting depth.
-    Searches containers, dataclasses, and attributes of other objects."""
+    """Returns the distinct tensors in `tree` (the inputs or outputs of a module), in order of
+    nesting depth. Searches containers, dataclasses, and attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
@@ -115,8 +115,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _items_of(one: Any) -> Iterable[Any] | None:
-    """Returns the items of a container; None for other objects. Mappings other than dict count as
-    other objects, because they may compute their values or read them from a file."""
+    """Returns the items of a container; None for other objects. Mappings other than dict are
+    treated as other objects, because they may compute their values or read them from a file."""
     if isinstance(one, dict | MappingProxyType):
         return one.values()
     if isinstance(one, list | tuple | set | frozenset):
@@ -139,7 +139,8 @@ def _attributes_of(one: Any) -> Iterable[Any]:
 
 
 def _mangled(name: str, kind: type) -> str:
-    """Returns the attribute name of a slot. Python prefixes private names with the class name."""
+    """Returns the attribute name of the slot `name` of the class `kind`. Python adds the class name
+    to private names."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
 
@@ -165,9 +166,9 @@ attribute may refer to a dataset."""
 def when_gradients_come(
     tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]
 ) -> bool:
-    """Registers `call` to run once in a backward pass: when any, or all, of the tensors in `tree`
-    that require gradients have received them. Returns False if `tensors_in` finds no such
-    tensor."""
+    """Registers `call` to run once in a backward pass: as soon as any (or all, depending on `mode`)
+    of the tensors in `tree` that require gradients have received them. Returns False if `tree`
+    contains no such tensor."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # equivalent to the other hook, at a tenth of its cost

@@ -1,9 +1,9 @@
-"""Communication with other ranks in the middle of a pass, for synchronized norms and for losses
-that are computed from the global batch.
+"""Communication with other ranks in the middle of a forward or backward pass, for synchronized
+normalization layers and for losses that are computed from the global batch.
 
-Each generation has a separate process group for this purpose. During a backward pass, the order of
-gradient reductions may differ between ranks if they use different parameters. In a shared group,
-one rank's gather could therefore be paired with another rank's reduction.
+Each generation has a separate process group for this purpose. During a backward pass, ranks may
+start gradient reductions at different times, if they use different parameters. If gathers used the
+same group as these reductions, one rank's gather could be matched with another rank's reduction.
 
 A failed gather marks the step as failed and does not raise an exception in the pass
 (`failed_collectives.py`). Methods are called on the training thread, or on the autograd thread of a
@@ -58,8 +58,8 @@ class RanksInPasses:
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
         """Gathers `own`, which must have the same number of elements on every rank. Returns one
-        flattened row per rank, or None if the step has failed. `before`: called once the ranks are
-        connected; if it raises MembershipChanged, the step fails."""
+        flattened row per rank, or None if the step has failed. `before`: function called once the
+        ranks are connected, before the gather; if it raises MembershipChanged, the step fails."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None

@@ -491,11 +491,12 @@ class Shard:
         return partition.as_it_is()
 
     def is_trained(self, frozen: AbstractSet[str]) -> bool:
-        """Returns whether any partition of the shard has values of a tensor that is not in
-        `frozen`."""
-        held = [partition for partition in self._partitions.values() if partition.version]
+        """Returns whether members report clocks for this shard: whether it has a bucket of a sparse
+        table, or values of a tensor that is not in `frozen`."""
+        held = [partition.spec for partition in self._partitions.values() if partition.version]
         return any(
-            piece.tensor not in frozen for partition in held for piece in partition.spec.pieces
+            spec.bucket is not None or any(piece.tensor not in frozen for piece in spec.pieces)
+            for spec in held
         )
 
     def partition_ids(self) -> tuple[int, ...]:

@@ -45,6 +45,13 @@ def shard_with(make: Any, *specs: Any) -> Shard:
     return shard
 
 
+def test_members_report_clocks_for_buckets_but_not_for_frozen_tensors(make) -> None:
+    assert not make.shard(make.spec()).is_trained(frozenset({"weight"}))
+    assert make.shard(make.spec()).is_trained(frozenset())
+    assert shard_with(make, make.bucket()).is_trained(frozenset({"weight"}))
+    assert not shard_with(make).is_trained(frozenset())
+
+
 def test_a_bucket_has_values_from_the_beginning_and_stores_what_is_pushed(make) -> None:
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 0.5})
     shard = shard_with(make, spec)

@@ -198,8 +198,8 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place that differs from the last place, because agents have joined or left or
-        have restarted their workers."""
+        """Waits for a new placement (node rank, number of nodes, master address): one that differs
+        from the last, because agents have joined, left or restarted their workers."""
         while True:
             session = self._session
             assert session is not None, "joined before"

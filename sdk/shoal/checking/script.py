@@ -139,8 +139,8 @@ class Script:
         return False
 
     def _is_instead_of_training(self, node: ast.AST, branches: ast.If) -> bool:
-        """Returns whether a branch replaces training: the branch does not train, and either the
-        other branch trains or this branch ends the script."""
+        """Returns whether the branch of an `if` that contains `node` runs instead of training: it
+        does not train, and either the other branch trains or this branch ends with `return`."""
         own, other = branches.body, branches.orelse
         if node in other:
             own, other = other, own
@@ -280,7 +280,8 @@ def _words(name: str) -> set[str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """Returns the bare name of the called function."""
+    """Returns the last part of a dotted name, such as `step` for `optimizer.step`; for a call, that
+    of the called function. Empty if there is no name."""
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 

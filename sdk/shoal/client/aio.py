@@ -86,7 +86,7 @@ class AsyncClient:
         return result
 
     async def result(self, job_id: str) -> Result:
-        """Returns the result of an ended job, like `Client.result`."""
+        """Returns the result of a finished job, like `Client.result`."""
         return await self._call(lambda: self._client.result(job_id))
 
     async def outcome(self, job_id: str) -> Result | None:

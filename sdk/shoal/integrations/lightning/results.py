@@ -231,8 +231,8 @@ class Results(_ResultCollection):
                 )
 
     def log_batch(self, received: Mapping[str, Any]) -> None:
-        """Logs the values of one evaluation batch as if this process had just computed it. Metric
-        contributions are not added here, but for all batches together."""
+        """Logs the values of one evaluation batch as if this process had just computed it. Does not
+        add the batch's contributions to metrics; the caller adds those of all batches at once."""
         self._note_batch_values(
             [received["counted"]], {known for known, _, _ in received["entries"]}
         )

@@ -141,8 +141,9 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples of batches that a worker pushed but did not count before it died, and
-        that another worker found on the parameter servers. The keys are the tallies' batch keys."""
+        """Steps and samples of batches that a worker pushed to the parameter servers but did not
+        count, because it died. Only batches that another worker found on the servers are included.
+        The keys are the tallies' batch keys."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
             key: each
@@ -229,8 +230,9 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Adds all commits of the workers so far, and returns newly detected pauses. `settle`: True
-        if no further commits will follow."""
+        """Updates the course from the workers' tallies of their commits so far, and returns the
+        pauses that have been detected since the last call. `settle`: True if no further commits
+        will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -355,8 +357,8 @@ class Course:
 
 
 def until_last_commit(points: Sequence[Point], last_ns: int) -> list[Point]:
-    """Returns the points up to the last commit, at `last_ns`. Numbers reported after it belong to
-    the last of these points."""
+    """Returns the points up to the time of the last commit, `last_ns`. Points after it are merged
+    into the last one, so that metrics reported after the last commit are kept."""
     before = [point for point in points if point.at_ns < last_ns]
     after = points[len(before) :]
     if not after:

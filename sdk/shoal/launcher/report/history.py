@@ -50,7 +50,7 @@ starting."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a run, with the same words as in other commands."""
+    """Outcome of a run, named as in the output of other commands."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"

@@ -42,18 +42,19 @@ data."""
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """A launcher's knowledge of its place among the launchers of its job."""
+    """A launcher's node rank among the launchers of its job, as far as the launcher knows it."""
 
     generation: int
-    """Newest generation with a place for the launcher; 0 if it never had one."""
+    """Newest generation in which the launcher has a node rank; 0 if there was none."""
     placement: NodePlacement | None
-    """Current place of the launcher; None if it has none."""
+    """Node rank of the launcher, with the number of nodes and the master address; None if it has no
+    rank at the moment."""
     starts: tuple[str, ...] = ()
-    """Keys that identify the current start of each node's workers, in rank order. If the keys
-    change, workers of plain scripts are restarted. If a new generation has the same keys, the
-    coordinator had only lost contact with a node that kept running."""
+    """One key per node, in rank order. A node's key changes when its workers are started again.
+    If a new generation has different keys, workers of plain scripts are restarted. If it has the
+    same keys, the coordinator had only lost contact with a node that kept running."""
     why: str = ""
-    """Human-readable reason why the launcher has no place; empty if it has one."""
+    """Human-readable reason why the launcher has no node rank; empty if it has one."""
 
 
 class NodeSession:
@@ -116,7 +117,7 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """True if the run has finished elsewhere. Launchers no longer get places, but running
+        """True if the run has finished elsewhere. Launchers no longer get node ranks, but running
         workers need not be stopped."""
         return self.error is not None and self.error.reason in _OVER
 

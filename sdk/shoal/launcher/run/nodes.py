@@ -215,7 +215,8 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """True if flags determine the places of all launchers in advance."""
+        """True if flags determine this launcher's node rank and the master address, so that the
+        launchers need not agree on them."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:
@@ -519,8 +520,9 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Makes launchers stop waiting for this launcher. If this launcher finished while all
-        launchers had their places, the job is finished, and the others finish on their own."""
+        """Stops the launchers' job unless it is finished, so that no other launcher waits for this
+        one. The job is finished if this launcher finished while all launchers had node ranks; the
+        others then finish on their own."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")

@@ -115,7 +115,7 @@ class _Trained(Trainer):
     _metrics: dict[str, Any]
     """TRL's values since its last log, by mode and name."""
     _total_train_tokens: int
-    """TRL's number of tokens."""
+    """TRL's own count of trained tokens."""
     ref_model: Any = None
     """Reference model of DPO."""
 
@@ -306,8 +306,8 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
 
 
 def _load_on_one_device(args: Any) -> None:
-    """Makes TRL load a named model on the CPU, from where it is moved to this worker's device. By
-    default, TRL spreads the model of a process without peers over all visible GPUs."""
+    """Makes TRL load a model that is given by name on the CPU; it is then moved to this worker's
+    device. By default, TRL spreads the model of a process without peers over all visible GPUs."""
     if isinstance(args, trl.SFTConfig | trl.DPOConfig):
         args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 

@@ -99,9 +99,9 @@ class Trainer(transformers.Trainer):
         args.output_dir = output_dir
 
     model_wrapped: Any
-    """Distributed model; a `ShardedModel` once a call has needed it."""
+    """The model. The first call that needs it distributed replaces it by a `ShardedModel`."""
     optimizer: Any
-    """Optimizer of the model; a `ShardedOptimizer` once a call has needed the distributed model."""
+    """Optimizer of the model. It becomes a `ShardedOptimizer` when the model is distributed."""
     control: Any
     """transformers' TrainerControl."""
 

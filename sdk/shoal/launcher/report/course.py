@@ -1,9 +1,9 @@
 """Course of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-The input is the tallies of this launcher's workers (`shoal_common.formats.tally`), including dead
-workers, which are passed in repeatedly. Training *pauses* while no worker commits a step: from the
-last commit before a membership change to the first commit after it, or for at least half a second
-that is also several times as long as a usual step.
+The input is the tallies of this launcher's workers (`shoal_common.formats.tally`). Each call
+receives all of them again, including those of dead workers. Training *pauses* from the last commit
+before a membership change to the first commit after it. Any other time without a commit is a pause
+if it lasts at least half a second and several times as long as a usual step.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class NodeStatus:
 
 
 class NodeSession:
-    """Session of a launcher as a member that always wants a rank. If the launcher is evicted
-    because of a long silence, it joins again as a new member."""
+    """Session of a launcher as a member of the launchers' job. The launcher always requests a rank.
+    If it is evicted because of a long silence, it joins again as a new member."""
 
     def __init__(
         self,

@@ -27,8 +27,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def is_pruned(trial_id: int, epoch: int, loss: float) -> bool:
-    """Reports the trial's loss to Optuna, and returns whether Optuna's pruner ends the trial. One
-    rank reports; all ranks get the same result."""
+    """Reports the loss on one rank, and returns on all ranks whether to prune the trial."""
     decision = None
     for _ in range(shoal.world_size()):  # retries if the reporting rank dies
         if shoal.is_main_process():

@@ -1,7 +1,8 @@
 """T7: a step of ddp, tensor, pipeline and hybrid, compared with torch's equivalents, on CPUs over
 Gloo, in alternation.
 
-Both sides compute and send the same: equal splits, equal micro-batches, equal batches.
+Both sides perform the same computation and send the same data: splits, micro-batches and batches
+are equal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""T5: the push and the pull of T4, with memory shared by client and server, compared with torch
-RPC's own transports and a plain copy."""
+"""T5: the push and the pull of T4 over shared memory, compared with torch RPC's own choice of
+transport and with a plain copy."""
 
 from __future__ import annotations
 

@@ -66,12 +66,13 @@ class Measured:
     faulty: Run | None = None
     failure: str = ""
     of_ddp: float | None = None
-    """The time, divided by the time of torch DDP without faults."""
+    """Duration of the run with faults, divided by that of torch DDP without faults."""
 
     @property
     def of_allowed(self) -> float | None:
-        """The time, divided by the time that the target allows: 1.05 times the time without faults
-        plus the missing capacity. None: not measured."""
+        """Duration of the run with faults, divided by the duration that the target allows: 1.05
+        times the duration without faults, plus the missing capacity (`Run.missing_s`). None if not
+        measured."""
         if self.without is None or self.faulty is None:
             return None
         allowed_s = OF_ALLOWED * self.without.time_s + self.faulty.missing_s
@@ -79,7 +80,7 @@ class Measured:
 
     @property
     def same_bits(self) -> bool:
-        """Returns whether the final parameters are identical to those of the run without faults."""
+        """True if the final parameters are identical to those of the run without faults."""
         return bool(
             self.without is not None
             and self.faulty is not None
@@ -103,7 +104,7 @@ def _shoal(strategy: str, *, deterministic: bool) -> Candidate:
 
 
 def candidates(checkpoint_every: int) -> list[Candidate]:
-    """Returns all systems. torchrun saves a checkpoint at this interval in steps."""
+    """Returns all systems. `checkpoint_every`: number of steps between torchrun's checkpoints."""
     return [
         Candidate(
             name="torchrun, checkpoints",
@@ -129,9 +130,9 @@ def candidates(checkpoint_every: int) -> list[Candidate]:
 
 
 def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
-    """Returns the number of steps between checkpoints that loses the least time: the square root of
-    twice the cost of a checkpoint times the mean time between failures (Young, CACM 17(9), 1974;
-    Daly, FGCS 22, 2006)."""
+    """Returns the number of steps between checkpoints for which the least time is lost. The optimal
+    interval is the square root of twice the cost of a checkpoint times the mean time between
+    failures (Young, CACM 17(9), 1974; Daly, FGCS 22, 2006)."""
     return max(1, round(math.sqrt(2 * saving_s * mean_gap_s) / step_s))
 
 
@@ -243,7 +244,7 @@ def _measured(
 
 
 def _say(line: str) -> None:
-    """Prints the progress, because the table takes half an hour."""
+    """Prints a line about the progress of the benchmark, which takes half an hour."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -297,7 +298,8 @@ def row(measured: Measured) -> Row:
 
 
 def _thinned(progress: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Returns at most this many points, including all points at which the steps decrease."""
+    """Returns about `_POINTS` of the points, evenly spaced. Also includes the points before and
+    after each return to an earlier step."""
     stride = max(1, len(progress) // _POINTS)
     return [
         point

@@ -78,7 +78,8 @@ def start_shoal(
     serve metrics.
 
     `restarts`: True to replace workers any number of times. `warm`: True to fork workers from a
-    warm process. `more`: additional flags of the worker."""
+    warm process. `more`: additional flags of the worker.
+    """
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
     command = [

@@ -29,7 +29,8 @@ from benchmarks.workers.shared_gpu import first_visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the requested tables. Returns 1 if one of them could not be measured at all."""
+    """Measures the requested tables and returns the exit status: 1 if one of them could not be
+    measured at all, 2 if a request is invalid on this machine."""
     options = _parse(arguments)
     console = Console()
     if options.list:

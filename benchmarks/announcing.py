@@ -79,7 +79,7 @@ class Measured:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     measured = []
     with _beside_the_server():
         for size in QUICK_SIZES if options.quick else SIZES:

@@ -104,7 +104,7 @@ class Measured:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 12 minutes."""
+    """Runs the benchmark described in the module. Takes about 12 minutes."""
     megabytes = QUICK_STATE_MB if options.quick else STATE_MB
     saves, loads = (_QUICK_SAVES, _QUICK_LOADS) if options.quick else (_SAVES, _LOADS)
     nbytes = 1e6 * megabytes

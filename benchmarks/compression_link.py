@@ -52,7 +52,7 @@ class System:
 
 
 def shoal(name: str, *, preset: str = "", **options: Any) -> System:
-    """A run of Shoal with options of `as_distributed`."""
+    """Returns Shoal as a system, with these options of `as_distributed`."""
     words = (
         "--system=shoal",
         f"--options={json.dumps(options)}",
@@ -62,8 +62,8 @@ def shoal(name: str, *, preset: str = "", **options: Any) -> System:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes; quick: about 1, without int8,
-    sign and the presets."""
+    """Runs the benchmark described in the module. Takes about 4 minutes; with `quick`, which omits
+    int8, sign and the presets, about 1."""
     width, rounds = (384, 1) if options.quick else (768, 2)
     torch_fp32 = System(name="torch DDP, fp32", flags=("--system=torch",))
     fp32, bf16 = shoal("fp32"), shoal("bf16", gradient_compression="bf16")

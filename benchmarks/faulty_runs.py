@@ -50,8 +50,8 @@ class Account:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About an hour on two cores, because it is the
-    simulated half of `make chaos`."""
+    """Runs the benchmark described in the module. Takes about an hour on two cores, because it is
+    the simulated half of `make chaos`."""
     processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
     seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
     tears = (

@@ -97,7 +97,7 @@ class Joins:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     devices = options.devices
     sizes = (
         devices.size(QUICK_STATES_MB, QUICK_CUDA_STATES_MB)

@@ -222,7 +222,7 @@ device to each."""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 12 minutes."""
+    """Runs the benchmark described in the module. Takes about 12 minutes."""
     devices = options.devices
     candidates = CUDA_CANDIDATES if devices.for_cuda else CANDIDATES
     chosen = [candidate for candidate in candidates if not options.quick or candidate.quick_kills]

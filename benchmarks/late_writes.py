@@ -81,7 +81,7 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     rounds = 4 if options.quick else ROUNDS
     rows = {candidate: _row(candidate, rounds) for candidate in CANDIDATES}
     return Table(
@@ -170,7 +170,7 @@ def described(name: str, command: str, rounds: Sequence[dict[str, Any]], failure
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Compares Shoal's rows with the target."""
+    """Returns a sentence that compares Shoal's rows with the target."""
     judged = [
         f"{row.name} {row.cells['changed']} and {row.cells['waited']} of {row.cells['rounds']} ("
         + ("reached" if row.cells["changed"] == row.cells["waited"] == "0" else "not reached")

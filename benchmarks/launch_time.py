@@ -49,7 +49,7 @@ class Side:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 10 minutes."""
+    """Runs the benchmark described in the module. Takes about 10 minutes."""
     rounds = 2 if options.quick else 6
     rows: list[Row] = []
     verdicts: list[str] = []

@@ -200,7 +200,7 @@ class Account:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     rows = [
         _row(case, ranks)
         for case in CASES

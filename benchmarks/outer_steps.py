@@ -75,8 +75,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 10 minutes; quick: about 3, at one learning
-    rate."""
+    """Runs the benchmark described in the module. Takes about 10 minutes; with `quick`, which tries
+    only one learning rate, about 3."""
     all_of_them = systems()
     rates, repeats = (LEARNING_RATES[:1], 1) if options.quick else (LEARNING_RATES, 2)
     for system in all_of_them:

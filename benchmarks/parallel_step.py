@@ -68,7 +68,7 @@ COMPARISONS: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     rows = [

@@ -138,7 +138,7 @@ def compare(compared: Compared) -> Outcome:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     rows = [_row(each) for each in (COMPARED[:2] if options.quick else COMPARED)]
     return Table(
         key="t18",

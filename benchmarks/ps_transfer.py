@@ -81,12 +81,12 @@ class Side:
         return 4 * self.elements * self.clients
 
     def stand_still(self) -> None:
-        """Stops the processes of a system that polls."""
+        """Suspends the processes of a system that polls (SIGSTOP)."""
         for process in self.processes:
             process.suspend()
 
     def go_on(self) -> None:
-        """Continues the stopped processes."""
+        """Resumes the suspended processes."""
         for process in self.processes:
             process.resume()
 
@@ -97,7 +97,7 @@ class Side:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About two minutes."""
+    """Runs the benchmark described in the module. Takes about two minutes."""
     rounds = 10 if options.quick else 40
     tcp = Side(key="tcp", name="raw TCP, no arithmetic", system="tcp")
     torch_rpc = Side(key="torch-rpc-tcp", name="torch RPC over TCP", system="torch-rpc-tcp")
@@ -308,8 +308,8 @@ def speed(side: Side, other: Side) -> Ratio | None:
 
 
 def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
-    """Summarizes a table in one sentence. `comparisons`: the peer's name, the measured ratio to it
-    (None: not measured), and the target."""
+    """Returns a sentence that summarizes a table. `comparisons`: for each of the other systems, its
+    name, the measured ratio to it (None: not measured), and the target."""
     parts = []
     for name, ratio, target in comparisons:
         reached = (

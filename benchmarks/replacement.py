@@ -69,7 +69,7 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     kills = 2 if options.quick else 10
     measured = [(candidate, _row(candidate, kills)) for candidate in CANDIDATES]
     rows = [row for _, row in measured]

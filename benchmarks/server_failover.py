@@ -102,7 +102,7 @@ class System:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes; quick: about 2."""
+    """Runs the benchmark described in the module. Takes about 8 minutes; with `quick`, about 2."""
     backed = System(name="with a backup", backups=1, kills=30)
     restarted = System(name="without, restarted from its journal", backups=0, kills=10)
     for system in (backed, restarted):
@@ -352,7 +352,8 @@ def row(system: System, restarted: System) -> Row:
 
 
 def verdict(backed: System) -> str:
-    """Returns one sentence that compares pauses and counts with the target."""
+    """Returns a sentence that compares the pauses and the numbers of lost and repeated pushes with
+    the target."""
     if not backed.pauses or backed.pushes is None:
         return "Not measured."
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes

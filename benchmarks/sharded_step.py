@@ -131,7 +131,7 @@ ON_DEVICES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     comparisons = CUDA_COMPARISONS if devices.for_cuda else COMPARISONS

@@ -73,7 +73,7 @@ SIDES_OF_RANKS: Final = {2: (*SIDES, *CHECKING), 3: SIDES}
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     devices = options.devices
     rounds = devices.rounds(8 if options.quick else 16)
     batches = CUDA_BATCH_OF_RANKS if devices.kind == CUDA else BATCH_OF_RANKS

@@ -1,5 +1,5 @@
-"""T10: time to the same loss with one of four workers four times slower, for async_sgd compared
-with ddp and local_sgd."""
+"""T10: the time to reach the same loss if one of four workers is four times slower, for async_sgd,
+ddp and local_sgd."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 25 minutes; quick: about 4, with one
-    learning rate for all."""
+    """Runs the benchmark described in the module. Takes about 25 minutes; with `quick`, which uses
+    one learning rate for all systems, about 4."""
     all_of_them = systems()
     rates, rounds = (_QUICK_LEARNING_RATES, 1) if options.quick else (LEARNING_RATES, 3)
     for system in all_of_them:

@@ -1,4 +1,5 @@
-"""T17: each system's time to the same number of steps under one schedule of faults."""
+"""T17: the time that each system needs for the same number of steps under the same schedule of
+faults."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About half an hour; quick: about 15 minutes."""
+    """Runs the benchmark described in the module. Takes about half an hour; with `quick`, about 15
+    minutes."""
     schedule = QUICK_SCHEDULE if options.quick else SCHEDULE
     lasting_s = QUICK_NO_FAULTS_S if options.quick else NO_FAULTS_S
     measured = [each for model in _MODELS for each in _of_model(model, schedule, seconds=lasting_s)]

@@ -149,7 +149,7 @@ class Figures:
 
 
 class Training:
-    """A model under one recipe, and its steps. Belongs to the thread that created it."""
+    """A model that is trained according to one recipe. Belongs to the thread that created it."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
         self.size, self.device = size, device
@@ -260,7 +260,8 @@ def in_world_of_one(recipe: Recipe, device: torch.device, call: Callable[[], Any
 def _set_up(
     recipe: Recipe, module: Decoder, dataset: TensorDataset, size: Size, device: torch.device
 ) -> tuple[Any, torch.optim.Optimizer, Iterator[Any]]:
-    """Returns the model, the optimizer and endless batches of the recipe's system."""
+    """Returns the model, the optimizer and an endless iterator over batches, as the recipe's system
+    provides them."""
     options: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {}
     fused = recipe.fused and not (recipe.options.get("offload") == "cpu" and device.type == "cuda")
     if recipe.system == "shoal":

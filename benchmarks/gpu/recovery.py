@@ -34,7 +34,7 @@ _RECOVERY_TIMEOUT_S: Final = 45.0
 
 
 def measure(context: Context) -> Table:
-    """Kills each worker once under ddp and zero2. About a minute on a device."""
+    """Kills each worker once under ddp, and once under zero2. Takes about a minute on a device."""
     rows = tuple(
         context.measured(
             "recovery", f"shoal {strategy}", functools.partial(_row, context, strategy)

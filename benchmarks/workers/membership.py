@@ -38,7 +38,7 @@ class Generation:
 
 
 class Membership:
-    """A worker's connection to the watcher. Used by one thread."""
+    """A worker's connection to the watcher, by which it becomes a member. Used by one thread."""
 
     def __init__(self, port: int, *, timeout_s: float) -> None:
         """Connects to the watcher at `port`. `timeout_s`: limit of each wait. Raises OSError if no

@@ -1,4 +1,4 @@
-"""The loop on torch's own DDP: `torchrun ... -m benchmarks.workers.train_ddp`."""
+"""The training loop with torch's own DDP: `torchrun ... -m benchmarks.workers.train_ddp`."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class Ranks:
         _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
 
     def sum(self, tensor: torch.Tensor) -> bool:
-        """Sums a tensor across ranks, in place. Returns False if a rank died: the tensor must not
-        be used again, because an abandoned collective may still write into it."""
+        """Sums a tensor across ranks, in place. Returns False if a rank died. In that case, the
+        tensor must not be used again, because an abandoned collective may still write into it."""
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         while not work.is_completed():
             if self._lost(self._membership.newest(within_s=_POLL_S)):
@@ -144,7 +144,7 @@ class Trainer:
         """Samples trained by all ranks together, in all steps."""
 
     def regroup(self) -> None:
-        """Forms a new group, in which all ranks get the state of a rank that took the most
+        """Forms a new group. All ranks in it then get the state of a rank that has taken the most
         steps."""
         while True:
             self._ranks.form()

@@ -295,7 +295,8 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
         def parts(
             memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition
         ) -> list[np.ndarray[Any, Any]]:
-            """Returns what a worker has of a partition: memory of each tensor's own."""
+            """Returns the parts of `memory` that belong to a partition: one array for each of its
+            pieces of tensors."""
             starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
             return [
                 memory[start : start + piece.length]

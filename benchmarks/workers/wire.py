@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
 
 
 def traffic() -> Traffic:
-    """Returns the current traffic."""
+    """Returns the traffic of all open connections of this process so far."""
     connections: dict[str, Traffic] = {}  # by inode: a socket may have several descriptors
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile, or no socket

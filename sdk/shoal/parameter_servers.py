@@ -223,7 +223,8 @@ class ModelReader:
     def _read_server(
         self, address: str, share: list[coordinator_pb2.Partition], making: _Making
     ) -> None:
-        """Reads the changed partitions of one server."""
+        """Reads the changed values of the partitions in `share`, which are on one server, into the
+        model that is being made."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:

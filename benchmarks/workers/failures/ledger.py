@@ -119,7 +119,7 @@ class Entries:
 
 
 class Ledgers:
-    """Reads the ledgers of all processes of a run, as they grow."""
+    """Reads the ledgers of all processes of a run while they grow."""
 
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=LEDGER_SUFFIX)

@@ -1,4 +1,4 @@
-"""T17's loop on torch's DDP, with checkpoints: `torchrun ... -m
+"""T17's training loop with torch's DDP and checkpoints: `torchrun ... -m
 benchmarks.workers.failures.train_ddp`.
 
 Rank 0 saves checkpoints in a directory that all ranks share, and every rank loads them. The other

@@ -1,5 +1,5 @@
-"""T17's loop on a process group of torch that is reconfigured after a death (`_reconfigure`, torch
-2.14 or newer), with the code that a user would have to write around it.
+"""T17's training loop with a process group of torch that is reconfigured after a death
+(`_reconfigure`, torch 2.14 or newer), and the code that a user would have to write around it.
 
 With `--keeper`, the program instead keeps track of the members, which torch does not do. It detects
 deaths within milliseconds by checking the processes' ids, and writes the list of members to a file.

@@ -1,5 +1,5 @@
-"""T17's loop on torchft: each process is one replica, with the wrappers that torchft's README
-shows.
+"""T17's training loop with torchft. Each process is one replica, with the wrappers that torchft's
+README shows.
 
 It improves on the README in three ways. The model is not sent before the first step, because all
 replicas build the same one. A restarted replica continues with the batch of the step that the

@@ -205,7 +205,9 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
 
 
 def _epochs(script: Script) -> ast.For:
-    """Returns the training loop of a script that no other library distributes."""
+    """Returns the only training loop of the script. Raises _Unclear if there are several loops, if
+    the loop is not a `for` loop, or if Shoal or another library already distributes the
+    training."""
     used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
     for imported in script.of_type(ast.Import, ast.ImportFrom):
         module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []

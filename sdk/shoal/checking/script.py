@@ -215,8 +215,8 @@ class Script:
     # ------------------------------------------------------------------------------------- training
 
     def trains(self, node: ast.AST) -> bool:
-        """Returns whether the code below a node computes gradients, directly or in a called
-        function of the script."""
+        """Returns whether the code in a node computes gradients, directly or in a function of the
+        script that it calls."""
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
                 return True

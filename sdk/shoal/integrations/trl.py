@@ -54,7 +54,8 @@ Part = tuple[int, float, int, dict[str, float]]
 
 
 class _Counted:
-    """Values of all ranks since the last log. The same on all ranks."""
+    """Sums of the logged values of all ranks since the last log, and the total number of tokens.
+    They are the same on all ranks."""
 
     def __init__(self, reference: nn.Module | None) -> None:
         """`reference`: the reference model of DPO; None if there is none."""

@@ -82,7 +82,7 @@ def run(
             status (docs/exit-status.md).
 
     Raises:
-        ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument cannot work.
+        ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument is invalid.
         DeadlineError: Ray has no place for the bundles (RESOURCES_UNAVAILABLE).
         UnavailableError: the run could not complete because of failures of its machines.
         Exception: exception of the function, from the rank that failed first, with a note that

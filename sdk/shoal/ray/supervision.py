@@ -122,9 +122,9 @@ class Supervision:
         """Time at which a launcher last responded."""
 
     def run(self) -> Outcome:
-        """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if no
-        launcher has been running for too long, and UnavailableError if a parameter server is
-        permanently lost."""
+        """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if, for
+        longer than `patience`, no launcher has been running, and UnavailableError if a parameter
+        server is permanently lost."""
         for seat in (*self._servers, *self._launchers):
             seat.begin()
         while left := self._left(self._launchers):

@@ -48,8 +48,8 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """Exit of the program after a run. `summary`: description of the failed workers to show to the
-    user; empty if none failed."""
+    """Raised to exit the program with the status of a run. `summary`: description of the failed
+    workers to show to the user; empty if none failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
         super().__init__(result.exit_code)

@@ -66,7 +66,8 @@ class _Counters(_TrainingEpochLoop):
     """Lightning's counters of steps and batches, set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its arguments are taken over."""
+        """`before`: the Trainer's loop that this loop replaces. Its arguments are used for this
+        loop."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)

@@ -95,8 +95,8 @@ class Held:
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a logged value. A `value` of None means that a metric is logged, because metrics
-        store their own values."""
+        """Adds a logged value. `value`: None if a metric is logged, because the metric itself
+        stores its value. `batch_size`: as passed to `self.log`."""
         if value is None:
             weight = 1.0
         elif batch_size is None or self._weight() == 0:  # a stand-in batch has no weight

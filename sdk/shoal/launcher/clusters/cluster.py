@@ -1,9 +1,9 @@
 """Cluster on this machine: a coordinator with an embedded Valkey server, and parameter servers,
 each a process. Workers are not part of the cluster.
 
-`LocalCluster` is a context manager. A caller with an event loop (`keeper`) instead performs the
-steps of `open` individually and waits between them. Closing a cluster verifies that all its
-processes have exited.
+`LocalCluster` is a context manager. A caller with an event loop (`cluster_keeper`) instead performs
+the steps of `open` one by one, and waits between them without blocking. Closing a cluster verifies
+that all its processes have exited.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """

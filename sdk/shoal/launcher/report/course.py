@@ -161,8 +161,8 @@ class Course:
 
     @property
     def loss(self) -> float:
-        """Mean of the losses last reported by the workers that committed last; NaN if there is
-        none."""
+        """Mean of the last losses reported by the current workers (those in the newest generation);
+        NaN if none was reported."""
         if not self._tallies:
             return math.nan
         losses = [
@@ -172,7 +172,7 @@ class Course:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other reported metrics over the workers that committed last, by name."""
+        """Mean of each other metric over the current workers that report it, by name."""
         reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
@@ -181,7 +181,8 @@ class Course:
 
     @property
     def _current(self) -> list[Tally]:
-        """Tallies of the workers that committed last."""
+        """Tallies of the workers that have committed a step in the newest generation. In
+        asynchronous training, the tallies of all workers."""
         newest = self._newest.spans[-1]
         return [
             tally
@@ -375,7 +376,8 @@ def history_of(
     """Returns the course as points of the status page: [unix_ms, step, loss, samples_per_s, ranks].
     The first point is the start of the run.
 
-    `ranks`: number of ranks. `now_ns`, `now_unix_ms`: the current time by both clocks.
+    `ranks`: number of ranks. `now_ns`, `now_unix_ms`: the current time by `time.monotonic_ns`, and
+    in milliseconds since the Unix epoch.
     """
 
     def unix_ms(at_ns: int) -> int:

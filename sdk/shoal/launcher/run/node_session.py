@@ -1,9 +1,9 @@
 """Membership of one launcher among the launchers of its job: a session with the coordinator,
 maintained by a thread.
 
-The thread reads directives, reconnects, and calls `on_change` after each change. gRPC reads the
-outgoing messages on its own thread. Results are attributes written only by the session's thread,
-each replaced atomically.
+The thread reads the coordinator's directives, reconnects if the connection breaks, and calls
+`on_change` after each change. gRPC reads the outgoing messages on its own thread. The attributes
+with the results are written only by the session's thread, which replaces each of them atomically.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ _RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
-    """Site of a run whose coordinator is shared with other launchers. Implements `site.Site`."""
+    """Environment of a run whose coordinator is shared with other launchers. Implements
+    `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
         """`note`: callback that shows a message to the user; called from any thread. Raises
@@ -115,7 +116,8 @@ class SharedSite:
         return ExitReporter(self._client, job_id=self._settings.job_id, launcher_id=launcher_id)
 
     async def keep(self) -> None:
-        """Maintains the site until cancelled. Raises PreconditionError when the job is stopped."""
+        """Watches the launchers' job and the session until cancelled. Raises PreconditionError when
+        the job is stopped."""
         while self._session is None:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self._look_for_job)
@@ -319,8 +321,8 @@ class SharedSite:
     async def _create(
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. If a run has
-        ended, waits until all its members have left."""
+        """Creates a job at the coordinator. Waits for the coordinator, which may start later than
+        the launchers, and until all members of a previous run have left."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S

@@ -57,8 +57,9 @@ class Site(Protocol):
         ...
 
     async def keep(self) -> None:
-        """Maintains the site until cancelled. Called once the site is open. Raises ShoalError if
-        the run must end for all launchers."""
+        """Restarts services of the run's own cluster that die, or watches for a stop by another
+        launcher, until cancelled. Called once the site is open. Raises ShoalError if the run must
+        end for all launchers."""
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
@@ -71,8 +72,8 @@ class Site(Protocol):
         ...
 
     async def moved(self) -> None:
-        """Waits until launchers have joined or left, which invalidates the result of the last
-        `place()`."""
+        """Waits until launchers have joined or left. The result of the last `place()` is then no
+        longer valid."""
         ...
 
     def fail(self, reason: str) -> None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class StandaloneSite:
-    """Site of a run with its own cluster. Implements `site.Site`. Belongs to the event loop's
-    thread."""
+    """Environment of a run with its own cluster. Implements `site.Site`. Belongs to the event
+    loop's thread."""
 
     def __init__(
         self,

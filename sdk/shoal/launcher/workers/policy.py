@@ -5,9 +5,10 @@ Workers of a plain script form a unit, as with torchrun: if one fails, the other
 either all workers or none are restarted.
 
 Elastic workers (workers that have joined the job) are replaced individually while the others
-continue, if the cause may not recur: a signal or an eviction. A worker that *raised* an exception
-would probably raise it again, and so would the others; the job then fails, unless --max-restarts
-allows a restart. If no worker has failed, the state of the job decides whether the run is finished.
+continue, if the cause need not occur again: a signal or an eviction. A worker that *raised* an
+exception would probably raise it again, and so would the others. The job then fails, unless
+--max-restarts allows a restart. If no worker has failed, the state of the job decides whether the
+run is finished.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """State of a job with respect to its end, as known to a launcher."""
+    """Information of a launcher on whether, and how, a job has ended."""
 
     UNKNOWN = auto()
     """The coordinator could not be asked, or does not know the job. Running workers are not
@@ -171,8 +172,8 @@ class RestartPolicy:
         self._stopping = False
 
     def stopping(self) -> None:
-        """Records that the launcher has asked all workers to exit. From then on, there is no
-        reaction to exits."""
+        """Records that the launcher has asked all workers to exit. From then on, `exited` returns
+        `Action.NONE`."""
         self._stopping = True
 
     def joined(self) -> None:

@@ -1,5 +1,5 @@
-"""The harness's side of gates. A gate lets one system's workers run a block of steps while the
-workers of the other systems wait.
+"""Gates, as seen by the benchmark's main process (the harness). A gate lets one system's workers
+run a block of steps while the workers of the other systems wait.
 
 With gates, systems that are already running take turns of about half a second. If the machine
 becomes slower, all systems are therefore affected alike.

@@ -59,8 +59,9 @@ def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:
 def _committed_again(
     attempts: Sequence[Attempt], counts: set[tuple[int, int]]
 ) -> set[tuple[int, int]]:
-    """Returns the attempts, as pairs of step and membership, that one process committed at the same
-    step as an attempt in `counts`; includes that attempt. `attempts`: those of the process."""
+    """Returns attempts of one process as pairs of step and membership: for each step of which the
+    process committed an attempt in `counts`, all attempts that it committed. `attempts`: attempts
+    of the process."""
     groups: defaultdict[int, set[int]] = defaultdict(set)
     for attempt in attempts:
         if attempt.committed_ns is not None:

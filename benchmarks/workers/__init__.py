@@ -4,4 +4,5 @@ and other systems.
 Each program is a module, started as `python -m benchmarks.workers.NAME` from the repository's root.
 The worker for torchft can therefore run in a different environment, in which Shoal is not
 installed. `workload` and `steplog`, which all programs share, import neither Shoal nor torchft.
+Docstrings call the benchmark's main process, which starts the workers, the harness.
 """

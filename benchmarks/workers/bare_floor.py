@@ -2,9 +2,9 @@
 their own when a peer dies.
 
 There is no launcher, no coordinator, no model state to agree on and no replacement. Every process
-is told of the death, and gets its new rank from the order of arrival at a store that the parent
-hosts. What remains is the time to notice the death, to connect the remaining processes and to take
-one step.
+is notified of the death, and gets its new rank from the order of arrival at a store that the parent
+hosts. The measured time therefore consists of noticing the death, connecting the remaining
+processes and taking one step.
 
 Each trial forks new members, which have already imported torch, and creates the store only then.
 The store's server thread looks up the name of every client. If a member were forked during a

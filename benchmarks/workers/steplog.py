@@ -1,5 +1,5 @@
-"""A worker's record of its steps, which the harness can read while the worker is alive and after it
-has been killed. Also contains the worker's side of gates.
+"""A worker's record of its steps, which the benchmark's main process (the harness) can read while
+the worker is alive and after it has been killed. Also contains the worker's side of gates.
 
 Each process has a file with one line per committed step, each written by a single `write`. Times
 are by CLOCK_MONOTONIC, which all processes of a machine share. The module does not import torch,

@@ -1,4 +1,4 @@
-"""The loop of T11 under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
+"""The training loop of T11, under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
 benchmarks.workers.train_async`.
 
 A tally of the pushes (`tally`) is trained in addition to the model. When the harness ends the run,

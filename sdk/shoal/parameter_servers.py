@@ -7,8 +7,8 @@ belong to each worker and are not on the servers; save them with the checkpoint 
 Sparse tables are excluded, since their rows are read by id.
 
 Each partition (up to 8 MiB of the model) is consistent and has a version: 1 plus the number of
-pushes applied to it. As in a worker's pull while others push, different partitions may be from
-slightly different times.
+pushes applied to it. Different partitions may be from slightly different times, as in a worker that
+pulls while others push.
 """
 
 from __future__ import annotations
@@ -246,9 +246,9 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Pulls the partitions in `share` that have changed from a server. `held`: version of each
-        partition that this reader already has. Returns the ids of partitions of which the server
-        has an older version than that."""
+        """Pulls the changed partitions in `share` from a server. `held`: version of each partition
+        that this reader already has. Returns the ids of the partitions for which the server's
+        version is older than that."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,

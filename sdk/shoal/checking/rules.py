@@ -272,8 +272,8 @@ def _counted_branch(
     script: Script, node: ast.AST, loop: ast.For | ast.AsyncFor
 ) -> tuple[ast.If, bool] | None:
     """Returns the outermost `if` statement that decides, from a count of batches, whether an
-    iteration of the loop executes `node`; and the outcome of its test for which it does. Returns
-    None if every iteration executes `node`."""
+    iteration of the loop executes `node`. Also returns the outcome of its test, True or False, with
+    which `node` is executed. Returns None if every iteration executes `node`."""
     found = None
     below = node
     for above in (*_until(script, node, loop), loop):

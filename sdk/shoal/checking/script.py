@@ -280,8 +280,8 @@ def _words(name: str) -> set[str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """Returns the last part of a dotted name, such as `step` for `optimizer.step`; for a call, that
-    of the called function. Empty if there is no name."""
+    """Returns the last part of a dotted name, such as `step` for `optimizer.step`. For a call,
+    returns the last part of the called function's name. Empty if there is no name."""
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 

@@ -307,8 +307,9 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
 
 
 def _load_on_one_device(args: Any) -> None:
-    """Makes TRL load a model that is given by name on the CPU; it is then moved to this worker's
-    device. By default, TRL spreads the model of a process without peers over all visible GPUs."""
+    """Makes TRL load the model on the CPU if it is given by name. The model is then moved to this
+    worker's device. By default, TRL spreads the model of a process without peers over all visible
+    GPUs."""
     if isinstance(args, trl.SFTConfig | trl.DPOConfig):
         args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 

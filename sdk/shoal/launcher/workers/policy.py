@@ -44,7 +44,7 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """Information of a launcher on whether, and how, a job has ended."""
+    """A launcher's knowledge of whether and how a job has ended."""
 
     UNKNOWN = auto()
     """The coordinator could not be asked, or does not know the job. Running workers are not

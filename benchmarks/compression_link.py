@@ -277,7 +277,8 @@ def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:
 
 
 def _speed(system: System, other: System) -> float | None:
-    """Returns how many times as fast as `other` the system is; None if it was not measured."""
+    """Returns how many times as fast as `other` the system is. Returns None if they are the same
+    system, or if either was not measured."""
     if system is other or not system.times_s or not other.times_s:
         return None
     return statistics.median(other.times_s) / statistics.median(system.times_s)

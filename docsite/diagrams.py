@@ -1,8 +1,8 @@
 """Draws the Mermaid diagrams of all pages as docs/diagrams/DIGEST.svg, for the site:
 `python -m docsite.diagrams MERMAID.JS`.
 
-Run this by hand when a diagram has changed; the build of the site then fails, because the drawing
-is missing. It needs chromium, and the file mermaid.min.js from the npm package `mermaid` (`npm pack
+Run this by hand when a diagram has changed; the build of the site then reports that the drawing is
+missing. It needs chromium, and the file mermaid.min.js from the npm package `mermaid` (`npm pack
 mermaid@11.16.0`).
 """
 

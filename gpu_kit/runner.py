@@ -59,7 +59,7 @@ class Outcome:
 
     stage: str
     status: int | None
-    """Exit status; None if the stage was killed at its time limit."""
+    """Exit status; None if the stage did not end within its time limit."""
     seconds: float
 
     @property

@@ -1,5 +1,5 @@
-"""Detects deaths and agrees on the members, for the training loop on torch's `_reconfigure`, which
-leaves both to its user.
+"""Detects deaths and determines the members, for the training loop with torch's `_reconfigure`,
+which leaves both to its user.
 
 A separate process, the watcher, has a TCP connection to every worker. When a worker dies, the
 kernel closes its connection within milliseconds, which is faster than any heartbeat. The watcher

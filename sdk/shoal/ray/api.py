@@ -151,8 +151,9 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
 
 
 def _status(outcome: Outcome) -> int:
-    """Returns the script's exit status. A launcher whose own workers did not fail exits with status
-    1 if workers elsewhere failed."""
+    """Returns the script's exit status: 0 if it finished, otherwise the status of a launcher whose
+    own workers failed. (Other launchers exit with status 1 then.) Raises UnavailableError if the
+    run ended early without a failure of the script."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

@@ -67,6 +67,6 @@ class Checkpoints(Checkpoint):
             self.save()
 
     def save(self) -> None:
-        """Saves a checkpoint now. Called when all workers are asked to leave."""
+        """Saves a checkpoint now. Also called when all workers are asked to leave."""
         if not current_session().is_redoing:
             api.save_checkpoint(self.directory, keep=self.keep)

@@ -55,8 +55,8 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """Time in seconds after which the launcher determines why a coordinator does not respond."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""Maximum time that workers of a plain script continue while their launcher has no place among the
-launchers. After a network failure, all launchers may get their places back."""
+"""Maximum time that workers of a plain script continue while their launcher has no node rank. After
+a network failure, all launchers may get their node ranks back."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
@@ -95,7 +95,7 @@ class SharedSite:
         """Value of `NodeStatus.starts` when the workers were last started."""
         self._received: NodeStatus | None = None
         """Latest status that `moved` or `place` has passed to the agent; None before the first
-        place."""
+        placement."""
         self._left_alone = False
         """True if the coordinator refused the session while workers were running. The workers
         continue, but launchers that join or leave are no longer noticed."""

@@ -160,7 +160,8 @@ class ShoalRendezvous(RendezvousHandler):
         return True
 
     def _create_job(self, deadline: float) -> None:
-        """Creates the job at the coordinator, which may start later than its agents."""
+        """Creates the job at the coordinator. Waits for the coordinator, which may start later than
+        the agents."""
         began = time.monotonic()
         while True:
             try:
@@ -178,7 +179,7 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """Joins the agents' job as a new member, which shows the other agents that this agent's
+        """Joins the agents' job as a new member, so that the other agents see that this agent's
         workers are new."""
         self._session = NodeSession(
             self._client,

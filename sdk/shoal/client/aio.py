@@ -36,7 +36,7 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """Asynchronous version of `shoal.Client`, whose methods document the calls.
+    """Asynchronous version of `shoal.Client`. The methods of that class document the calls.
 
     An asynchronous context manager that belongs to one event loop. If a call is cancelled, it
     returns immediately, but a request that was already sent may still be carried out."""

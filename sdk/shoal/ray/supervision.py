@@ -106,7 +106,7 @@ class Supervision:
         """Starts supervising a run.
 
         Args:
-            launchers: launchers of the run, which ends when they have exited.
+            launchers: launchers of the run. The run ends when they have exited.
             servers: parameter servers, which exit after the launchers.
             tend: function to call every half second.
             patience: maximum time without a place for any launcher.

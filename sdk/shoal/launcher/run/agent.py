@@ -719,8 +719,8 @@ class Agent:
             self._finish_as_known()
 
     def _report_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """Reports a failed worker to the coordinator, which stops all workers of the job, and to
-        the other launchers."""
+        """Reports a failed worker to the coordinator, so that it stops all workers of the job. Also
+        notifies the other launchers."""
         reporter = self._reporter
         if reporter is None:
             return

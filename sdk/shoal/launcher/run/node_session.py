@@ -193,7 +193,7 @@ class NodeSession:
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
         """Requests the members of a generation whose table is too large to be announced in full.
-        Returns an empty sequence if a newer generation exists, which is announced next.
+        Returns an empty sequence if a newer generation exists; the coordinator will announce it.
 
         Raises:
             UnavailableError, DeadlineError: the coordinator does not respond; it will announce the

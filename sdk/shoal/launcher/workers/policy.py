@@ -59,7 +59,7 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended. A new member would then have no work."""
+        """True if the job has ended or is stopping, so that a new member would have no work."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
@@ -129,7 +129,7 @@ class RestartPolicy:
                 elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise
                 an exception.
             fail_fast: True to end the job when an elastic worker has raised an exception.
-            fail_on_stop: True if a run that was asked to stop counts as not finished.
+            fail_on_stop: True if a run that was asked to stop is considered unfinished.
         """
         self.restarts = 0
         """Number of restarts of all workers so far."""
@@ -245,7 +245,8 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """True if the other launchers of the job must be notified of `fatal`."""
+        """True if the failure `fatal` ends the job, so that the other launchers must be
+        notified."""
         return self.fatal is not None and self._fail_fast
 
     @property

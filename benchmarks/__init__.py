@@ -1,2 +1,2 @@
-"""Benchmarks of Shoal, measured side by side with its peers: `python -m benchmarks`, `make
-bench`."""
+"""Benchmarks that measure Shoal side by side with comparable systems (its peers): `python -m
+benchmarks`, `make bench`."""

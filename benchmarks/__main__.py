@@ -1,5 +1,5 @@
-"""`python -m benchmarks [TABLE ...]`: measures, prints the tables and writes them as JSON and
-Markdown, with plots.
+"""Runs benchmarks, prints the tables and writes them as JSON and Markdown, with plots:
+`python -m benchmarks [TABLE ...]`.
 
 With `--device cuda`, it measures the tables that support CUDA devices, with one device per worker,
 and writes them to a separate directory.
@@ -29,7 +29,8 @@ from benchmarks.workers.shared_gpu import first_visible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the requested tables. Returns 1 if one of them could not be measured at all."""
+    """Measures the requested tables and returns the exit status: 1 if one of them could not be
+    measured at all, 2 if a request is invalid on this machine."""
     options = _parse(arguments)
     console = Console()
     if options.list:
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refusal(chosen: Sequence[Benchmark], devices: Devices) -> str | None:
-    """Returns why tables cannot be measured on these devices; None: all can."""
+    """Returns an error text if one of the chosen tables cannot be measured on these devices;
+    otherwise None."""
     if not devices.for_cuda:
         return None
     there_are = ", ".join(b.key for b in BENCHMARKS if b.on_devices)

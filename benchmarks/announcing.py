@@ -1,9 +1,9 @@
-"""T12: thousands of simulated members at one coordinator on one core: the time until all are in one
-generation, and until all have been informed of a death.
+"""T12: one coordinator on one core, with thousands of simulated members. Measures the time until
+all members are in one generation, and the time until all have been notified of a death.
 
-The members are those of `simulated_members`, in this process, on a different core from the
-coordinator's. A server that only keeps the same number of streams open (`workers.bare_sessions`) is
-measured in the same way for comparison.
+The members are simulated in this process (`simulated_members`), on a different core from the
+coordinator's. For comparison, a server that only keeps the same number of streams open
+(`workers.bare_sessions`) is measured in the same way.
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ class Measured:
     command: str
     joined_s: float = 0.0
     joined_cpu_s: float = 0.0
-    """Processor time of the server."""
+    """CPU time of the server in seconds until all members had joined."""
     delays_s: list[float] = field(default_factory=list)
-    """Seconds until each member was notified, for each death."""
+    """Seconds from a death until a member was notified, for each death and member."""
     last_s: list[float] = field(default_factory=list)
-    """Seconds until the last member was notified, for each death."""
+    """Seconds from each death until the last member was notified."""
     message_bytes: float = 0.0
-    """Size of the messages caused by a death, for each member."""
+    """Size in bytes of the messages that each member receives because of a death."""
     beats_per_s: float = 0.0
     table_bytes: int = 0
     failure: str = ""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     measured = []
     with _beside_the_server():
         for size in QUICK_SIZES if options.quick else SIZES:
@@ -275,8 +275,8 @@ async def _crowd(address: str) -> AsyncIterator[Crowd]:
 
 @contextlib.contextmanager
 def _beside_the_server() -> Iterator[None]:
-    """Keeps this process off the server's core if there are two cores, and disables garbage
-    collection, which would notify thousands of members about 30 ms later."""
+    """Keeps this process off the server's core if there are at least two cores. Also disables
+    garbage collection, which would delay the simulated members by about 30 ms."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores - {min(cores)} or cores)
     gc.disable()

@@ -1,9 +1,10 @@
-"""T19: how long a checkpoint of 0.8 GB delays training, how fast it is written, read and uploaded,
-compared with `torch.distributed.checkpoint` (DCP), the disk alone, and the storage's client alone.
+"""T19: how long a checkpoint of 0.8 GB delays training, and how fast it is written, read and
+uploaded. Shoal is compared with `torch.distributed.checkpoint` (DCP), with the disk alone, and with
+the object store's client alone.
 
-A step is delayed twice: by the copy of the state, and by the threads or processes that write it
-while training continues on the same cores. The pause is therefore that of the slowest step until
-the checkpoint is complete.
+A checkpoint delays steps in two ways: the state is copied, and then threads or processes write it
+while training continues on the same cores. The pause is therefore the delay of the slowest step
+between the start of the save and the completion of the checkpoint.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Candidate:
 
     @property
     def launcher(self) -> tuple[str, ...]:
-        """The words that start the ranks, before the module."""
+        """The first part of the command, which starts the ranks, up to the name of the module."""
         program = ("shoal", "run") if self.saver == "shoal" else ("torchrun",)
         return (*program, "--standalone", "--nproc-per-node", str(RANKS), "-m", _MODULE)
 
@@ -96,14 +97,14 @@ class Measured:
     """Median step without a checkpoint."""
     pauses_s: list[float] = field(default_factory=list)
     lost_s: list[float] = field(default_factory=list)
-    """Time that all steps until the checkpoint is complete take longer than usual."""
+    """Total delay of all steps until the checkpoint is complete, in seconds."""
     written_s: list[float] = field(default_factory=list)
     loads_s: list[float] = field(default_factory=list)
     failure: str = ""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 12 minutes."""
+    """Runs the benchmark described in the module. Takes about 12 minutes."""
     megabytes = QUICK_STATE_MB if options.quick else STATE_MB
     saves, loads = (_QUICK_SAVES, _QUICK_LOADS) if options.quick else (_SAVES, _LOADS)
     nbytes = 1e6 * megabytes
@@ -161,8 +162,9 @@ def measure(options: Options) -> Table:
 
 
 def pauses(run: dict[str, Any], written_s: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns the pause and the lost seconds of each save of one rank. `run`: what the rank
-    measured. `written_s`: seconds from each save until its checkpoint was complete."""
+    """Returns, for each save of one rank, the delay of the slowest step and the total delay of all
+    steps, in seconds. `run`: measurements of the rank. `written_s`: seconds from the start of each
+    save until its checkpoint was complete."""
     steps_s, usual_s = run["steps_s"], run["step_s"]
     found = []
     for first, written in zip(run["saved_at"], written_s, strict=True):
@@ -212,7 +214,8 @@ def _run(
     checkpoints: str = "",
     environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs the ranks once and returns what each measured. They load if `saves` is 0."""
+    """Runs the ranks once and returns the measurements of each rank. If `saves` is 0, the ranks
+    load a checkpoint instead of saving."""
     results = stage.directory / name
     results.mkdir()
     program, *words = candidate.launcher
@@ -272,7 +275,8 @@ def _rate(nbytes: float, seconds: Sequence[float]) -> str:
 
 
 def _read_files(directory: Path) -> None:
-    """Brings the files into the page cache. Shoal drops what it has written, DCP does not."""
+    """Reads the files, so that they are in the page cache. Shoal drops the files that it writes
+    from the page cache, but DCP does not."""
     buffer = bytearray(_CHUNK)
     for path in directory.rglob("*"):
         if path.is_file():
@@ -282,8 +286,8 @@ def _read_files(directory: Path) -> None:
 
 
 def _memory_copies(nbytes: float) -> list[float]:
-    """Returns the seconds of each copy of so many bytes: the shortest pause of a system that
-    copies the state before it continues."""
+    """Returns the duration of each of several copies of `nbytes` bytes, in seconds. A system that
+    copies the state before it continues cannot have a shorter pause."""
     source, target = bytearray(round(nbytes)), bytearray(round(nbytes))
     found = []
     for _ in range(_SAVES):
@@ -294,7 +298,7 @@ def _memory_copies(nbytes: float) -> list[float]:
 
 
 def _raw_disk(nbytes: float) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each write and of each read of one file of this size."""
+    """Returns the durations, in seconds, of several writes and reads of a file of this size."""
     chunk = os.urandom(_CHUNK)
     writes_s, reads_s = [], []
     with Stage() as stage:
@@ -317,7 +321,8 @@ def _raw_disk(nbytes: float) -> tuple[list[float], list[float]]:
 
 
 def _uploads(nbytes: float) -> list[Row]:
-    """Uploads a checkpoint of this size by Shoal, and its files by the storage's client alone."""
+    """Returns rows for the upload of a checkpoint of this size by Shoal, and for the upload of its
+    files by the object store's client alone."""
     candidate = CANDIDATES[0]
     shoal_s: list[float] = []
     alone_s: list[float] = []
@@ -360,7 +365,8 @@ def _uploads(nbytes: float) -> list[Row]:
 
 
 def _s3_server(stage: Stage) -> dict[str, str]:
-    """Starts moto's server with a bucket and returns the variables for its clients."""
+    """Starts moto's S3 server, creates a bucket, and returns the environment variables that clients
+    of the server need."""
     port = free_port()
     stage.start("moto", [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)])
     stage.wait_until("moto's S3 server", lambda: listens(port), timeout_s=60)
@@ -382,7 +388,7 @@ def _client(environment: dict[str, str]) -> Any:
 
 
 def _copied_s(staging: Path, destination: str, environment: dict[str, str]) -> float:
-    """Returns the seconds in which the client alone copies the checkpoint."""
+    """Returns the seconds that the object store's client alone needs to copy the checkpoint."""
     found = list(staging.rglob("step-*"))
     if len(found) != 1:
         raise MeasurementError(f"expected one checkpoint in {staging}, found {len(found)}")

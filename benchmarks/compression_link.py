@@ -52,7 +52,7 @@ class System:
 
 
 def shoal(name: str, *, preset: str = "", **options: Any) -> System:
-    """A run of Shoal with options of `as_distributed`."""
+    """Returns Shoal as a system, with these options of `as_distributed`."""
     words = (
         "--system=shoal",
         f"--options={json.dumps(options)}",
@@ -62,8 +62,8 @@ def shoal(name: str, *, preset: str = "", **options: Any) -> System:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes; quick: about 1, without int8,
-    sign and the presets."""
+    """Runs the benchmark described in the module. Takes about 4 minutes; with `quick`, which omits
+    int8, sign and the presets, about 1."""
     width, rounds = (384, 1) if options.quick else (768, 2)
     torch_fp32 = System(name="torch DDP, fp32", flags=("--system=torch",))
     fp32, bf16 = shoal("fp32"), shoal("bf16", gradient_compression="bf16")
@@ -143,7 +143,7 @@ def _is_slow(system: System) -> bool:
 
 
 def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
-    """Does one training run. Services and the link stay up for later runs."""
+    """Performs one training run. The services and the link stay up for later runs."""
     try:
         with Stage() as stage:
             output = stage.directory / "found"
@@ -173,7 +173,7 @@ def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
 
 
 def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], dict[str, str]]]:
-    """Returns the command to start on each machine, and its environment."""
+    """Returns the command to start on each machine for torch DDP, and its environment."""
     master = {"MASTER_ADDR": machines.address(_HOSTS[0]), "MASTER_PORT": str(_PORT)}
     common = {**master, "WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": INTERFACE}
     return [([sys.executable, *worker], common | {"RANK": str(rank)}) for rank in range(RANKS)]
@@ -182,7 +182,8 @@ def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], d
 def _shoal(
     worker: Sequence[str], machines: Machines, endpoint: str
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """Returns the same for Shoal, with one launcher per machine, as a user would start it."""
+    """Returns the command to start on each machine for Shoal (a launcher, as a user would start
+    it), and its environment."""
     run = [
         str(Path(sys.executable).with_name("shoal")),
         "run",
@@ -196,7 +197,8 @@ def _shoal(
 
 
 def _start_coordinator(machines: Machines, services: Stage) -> str:
-    """Starts Valkey and a coordinator at the switch. Returns the coordinator's address."""
+    """Starts Valkey and a coordinator where all machines can reach them. Returns the coordinator's
+    address."""
     host, ports = machines.address(_SERVICES), services.directory / "coordinator.json"
     valkey = [
         str(find_server_binary()),
@@ -275,7 +277,8 @@ def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:
 
 
 def _speed(system: System, other: System) -> float | None:
-    """Returns how many times as fast as the other system this one is."""
+    """Returns how many times as fast as `other` the system is. Returns None if they are the same
+    system, or if either was not measured."""
     if system is other or not system.times_s or not other.times_s:
         return None
     return statistics.median(other.times_s) / statistics.median(system.times_s)

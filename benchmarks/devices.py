@@ -1,10 +1,10 @@
-"""The devices on which the workers of the tables compute: the host's cores; CUDA devices, one per
+"""The devices on which the benchmarks' workers compute: the host's cores; CUDA devices, one per
 worker (`python -m benchmarks --device cuda`); or one CUDA device for all workers (`--device
-cuda-shared`), whose rates say nothing about GPUs.
+cuda-shared`). Rates measured on a shared device say nothing about separate GPUs.
 
-A rehearsal runs the benchmarks for devices, with their systems and floors, on the host at the
-host's sizes. It shows, without a GPU, whether they work; its figures are meaningless. Nothing is
-measured here.
+A rehearsal runs the CUDA version of the benchmarks (its systems and lower bounds) on the host, with
+the host's sizes. It shows, without a GPU, whether the benchmarks work; its figures are meaningless.
+This module measures nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices of this machine that workers may have."""
+    """The devices of this machine that workers may use."""
 
     kind: str = CPU
     """One of `KINDS`."""
@@ -51,7 +51,7 @@ class Devices:
 
     @property
     def for_cuda(self) -> bool:
-        """True if the systems, floors and targets are those for CUDA devices."""
+        """True if the systems, lower bounds and targets for CUDA devices apply."""
         return self.kind != CPU
 
     @property
@@ -60,8 +60,9 @@ class Devices:
         return self.kind if self.kind in (CUDA, SHARED) else CPU
 
     def size(self, host: T, device: T) -> T:
-        """Returns one of two sizes: the one for the host, or the one for GPUs that are not
-        connected by the loopback interface."""
+        """Returns `device` if each worker has its own CUDA device, otherwise `host`. The host's
+        size also applies to workers that share a GPU, because they are connected by the loopback
+        interface."""
         return device if self.kind == CUDA else host
 
     def rounds(self, wanted: int) -> int:
@@ -74,7 +75,8 @@ class Devices:
         return devices if self.for_cuda else host
 
     def named(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Returns the rows, with the device in their names unless it is the host."""
+        """Returns the rows with the name of the device added to their names, except for the
+        host."""
         return tuple(
             replace(row, name=f"{row.name}, on {self.names[0]}")
             if self.for_cuda and self.names

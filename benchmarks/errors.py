@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 class MeasurementError(Exception):
-    """A run failed to do what was to be measured. The message gives the reason and the run's
-    output. The error is shown in the row; the other systems are still measured."""
+    """Raised if a run cannot be measured. The message contains the reason and the run's output. It
+    is shown in the system's row; the other systems are still measured."""

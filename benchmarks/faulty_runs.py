@@ -1,5 +1,5 @@
-"""T13 and T15: compares simulated runs that have faults, bit for bit, with the same runs without
-faults, and measures the number of runs per minute.
+"""T13 and T15: simulated runs with faults are compared, bit for bit, with the same runs without
+faults. Also measures the number of simulated runs per minute.
 
 The simulator (tests/simulation) does all of this; this module starts it and reads its report.
 """
@@ -37,20 +37,21 @@ class Account:
 
     schedules: int
     per_minute: float
-    """Schedules per minute on one core."""
+    """Number of simulated schedules (runs) per minute on one core."""
     wrong: Mapping[str, int]
     """Number of schedules whose result differs from that of the run without faults, by kind of
     difference. A schedule with two kinds of difference counts in both."""
 
     @property
     def bitwise(self) -> int:
-        """Lower bound of the number of schedules with the same result as the run without faults."""
+        """Number of schedules with the same result as the run without faults. It is a lower bound,
+        because a schedule with several kinds of difference is subtracted several times."""
         return self.schedules - sum(self.wrong.values())
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About an hour on two cores, because it is the
-    simulated half of `make chaos`."""
+    """Runs the benchmark described in the module. Takes about an hour on two cores, because it is
+    the simulated half of `make chaos`."""
     processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
     seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
     tears = (
@@ -123,8 +124,8 @@ def described(name: str, command: str, account: Account) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Returns sentences for the report: which targets the measured rows reach, and which they
-    miss."""
+    """Returns sentences for the report that state which targets the measured rows reach and which
+    they miss."""
     return f"Measured: {'; '.join(map(_judged, rows))}."
 
 
@@ -153,8 +154,8 @@ def _row(name: str, words: Sequence[str]) -> Row:
 
 
 def _run(words: Sequence[str]) -> str:
-    """Runs a command and returns its output. Status 1 means that a schedule was wrong, which is a
-    result here, not a failure."""
+    """Runs a command and returns its output. Exit status 1 means that a schedule had a different
+    result. That is a measurement, so it is not reported as an error."""
     with Stage() as stage:
         process = stage.start("simulation", [sys.executable, *words])
         stage.await_end(process, timeout_s=_TIMEOUT_S)

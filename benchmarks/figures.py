@@ -1,8 +1,8 @@
 """The statistics of the tables: quantiles, and ratios of paired runs with a confidence interval.
 
-On a machine that other work uses too, single times mean little. Systems that are compared therefore
-run in alternation, and the ratio is taken pair by pair, so that anything that slows both down
-cancels out.
+On a machine that also does other work, a single time means little. Systems to be compared therefore
+run in alternation, and the ratio is computed for each pair of runs, so that anything that slows
+both of them down cancels out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CONFIDENCE = 0.95
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value that is at least as large as `share` of the values, interpolated linearly
-    between neighbours as numpy does by default. With fewer than 100 values, p99 is close to the
-    largest one."""
+    """Returns the quantile `share` (0.5: the median) of the values, interpolated linearly between
+    neighbours as numpy does by default. With fewer than 100 values, p99 is close to the largest
+    value."""
     if not values:
         raise ValueError("quantile of no values")
     if not 0.0 <= share <= 1.0:
@@ -47,8 +47,8 @@ class Ratio:
 def paired_ratio(
     ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Ratio:
-    """Returns the median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs
-    (Efron and Tibshirani, 1993, chapter 13)."""
+    """Returns the median of the ratios ours/theirs of all pairs. The confidence interval is a
+    percentile bootstrap over pairs (Efron and Tibshirani, 1993, chapter 13)."""
     if len(ours) != len(theirs) or not ours:
         raise ValueError(
             f"paired_ratio: {len(ours)} and {len(theirs)} values; expected as many of each, and "
@@ -63,8 +63,9 @@ def paired_ratio(
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Returns the median of `ours` divided by the median of `theirs`. The bootstrap draws complete
-    rounds, so a slow round counts on both sides."""
+    """Returns the median of `ours` divided by the median of `theirs`. The values at the same index
+    are from the same round. The bootstrap draws complete rounds, so that a slow round affects both
+    medians."""
     if len(ours) != len(theirs) or not ours:
         raise ValueError(
             f"ratio_of_medians: {len(ours)} and {len(theirs)} values; expected as many of each, "

@@ -1,8 +1,8 @@
-"""The harness's side of the gates, which let one system's workers run a block of steps while the
-workers of the other systems pause.
+"""Gates, as seen by the benchmark's main process (the harness). A gate lets one system's workers
+run a block of steps while the workers of the other systems wait.
 
-Systems therefore alternate in turns of half a second, in warm processes, and a machine that becomes
-slower becomes slower for all.
+With gates, systems that are already running take turns of about half a second. If the machine
+becomes slower, all systems are therefore affected alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Gate:
     """Gate of one system's workers. `benchmarks.workers.steplog.Gate` documents the protocol."""
 
     def __init__(self, path: Path, *, ranks: int, timeout_s: float) -> None:
-        """Listens on `path` for this many workers. `timeout_s` limits every wait for them."""
+        """Listens on the Unix socket `path` for the connections of `ranks` workers. `timeout_s`:
+        limit of each wait for a worker."""
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._listener = socket.socket(socket.AF_UNIX)
@@ -42,7 +43,8 @@ class Gate:
         self._listener.close()
 
     def complete(self) -> bool:
-        """Returns, without waiting, whether all workers have arrived, each after its first step."""
+        """Accepts pending connections without waiting, and returns whether all workers have
+        connected. A worker connects after its first step."""
         while len(self._workers) < self._ranks:
             try:
                 worker, _ = self._listener.accept()
@@ -66,7 +68,7 @@ class Gate:
             raise MeasurementError(f"a block of {steps} steps did not end: {error}") from error
 
     def dismiss(self) -> None:
-        """Lets the workers leave."""
+        """Tells the workers to exit."""
         for worker in self._workers.values():
             worker.sendall(b"0\n")
 

@@ -1,10 +1,11 @@
 """T3: how long a join delays the other workers, and how fast the joiner receives the state,
 compared with raw TCP in the same run.
 
-One of three workers is killed, its replacement joins, and when all have taken some steps together,
-the next one is killed. The stall of a survivor is its longest step around the join minus its median
-step there; the stall of a join is the larger value of the two survivors. It does not include the
-pause at the death: only steps after the survivors' first step without the dead worker count.
+One of three workers is killed, and its replacement joins. When all three have taken some steps
+together, the next one is killed. The stall of a survivor is its longest step around the join minus
+its median step there. The stall of a join is the larger stall of the two survivors. It does not
+include the pause at the death: only steps after the survivors' first step without the dead worker
+are considered.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Joins:
 
     stalls_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    """Median step around each join."""
+    """Median duration of a survivor's steps around each join."""
     transfers: list[tuple[float, float]] = field(default_factory=list)
     """Bytes and seconds of each transfer, if the system reports them."""
     failure: str = ""
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second."""
+        """Median rate of the transfers in bytes per second; None if none was reported."""
         return (
             statistics.median(nbytes / seconds for nbytes, seconds in self.transfers)
             if self.transfers
@@ -96,7 +97,7 @@ class Joins:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     devices = options.devices
     sizes = (
         devices.size(QUICK_STATES_MB, QUICK_CUDA_STATES_MB)
@@ -167,7 +168,8 @@ def measure(options: Options) -> Table:
 
 
 def allowed_s(nbytes: float, tcp: float) -> float:
-    """Returns the target for a state of this size if raw TCP transfers `tcp` bytes per second."""
+    """Returns the target for the stall, in seconds, for a state of `nbytes` bytes. `tcp`: rate of
+    raw TCP in bytes per second."""
     return ALLOWED_S + nbytes / (OF_TCP * tcp)
 
 
@@ -252,7 +254,7 @@ def _whole(stage: Stage, logs: StepLogs, candidate: Candidate, since_ns: int) ->
 
 
 def _raw_tcp() -> list[float]:
-    """Returns the seconds of each transfer of 64 MiB."""
+    """Returns the durations, in seconds, of several transfers of 64 MiB over raw TCP."""
     with Stage() as stage:
         path = stage.directory / "gate"
         with Gate(path, ranks=1, timeout_s=_TIMEOUT_S) as gate:

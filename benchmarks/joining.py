@@ -19,9 +19,9 @@ _TAKEN: Final = re.compile(r"received ([\d.]+) MB of state from \d+ donor\(s\) i
 
 
 def members(commits: Mapping[int, Sequence[Commit]], *, workers: int, since_ns: int) -> list[int]:
-    """Returns the pids, by rank, of workers that have taken more than `STEPS_AROUND` steps as a
-    group of this size since that time; empty if there is no such group. A process that has exited
-    is not included, because it has taken no steps since."""
+    """Returns the pids, by rank, of a group of `workers` workers that have each taken more than
+    `STEPS_AROUND` steps together since the time `since_ns`; empty if there is no such group. A
+    worker that died before that time is not included, because it has not taken any steps since."""
     late = {
         pid: [commit for commit in of_pid if commit.time_ns > since_ns]
         for pid, of_pid in commits.items()
@@ -40,13 +40,15 @@ def _whole_steps(commits: Sequence[Commit], workers: int) -> int:
 
 
 def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
-    """Returns the wait that a join caused in one remaining worker, in seconds: (longest step minus
-    median step, median step) around the join, from the times at which that worker committed steps
-    between the kill and the time after the join.
+    """Returns the delay that a join caused in one survivor: the longest step around the join minus
+    the median step there, and that median step, in seconds.
+
+    `commits`: steps that the survivor committed from the kill until after the join. `workers`:
+    number of workers before the kill and after the join.
 
     Raises:
-        MeasurementError: it took no step between the death and the join, so the two cannot be
-            distinguished.
+        MeasurementError: the survivor took no step between the death and the join, so the two
+            pauses cannot be distinguished.
     """
     shrunk = next(
         (number for number, commit in enumerate(commits) if commit.world_size < workers), None
@@ -73,8 +75,8 @@ def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
 
 
 def taken(output: str) -> list[tuple[float, float]]:
-    """Returns bytes and seconds of each state that Shoal's workers have received, oldest first,
-    according to their output."""
+    """Returns the size in bytes and the duration in seconds of each transfer of a state to a worker
+    of Shoal, oldest first. `output`: output of the workers."""
     return [
         (float(megabytes) * 1e6, float(seconds)) for megabytes, seconds in _TAKEN.findall(output)
     ]

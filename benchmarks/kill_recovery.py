@@ -1,8 +1,8 @@
 """T1: the time from SIGKILL of one worker until all survivors have committed their next step.
 
-One run gives many samples: kill a worker, wait until the survivors take steps again, wait until a
-replacement has joined and all take steps together, kill the next one. The kill comes at a random
-moment of a step, and each rank gets its turn. If a failure restarts all workers (torchrun), the
+One run gives many samples. A worker is killed; when the survivors take steps again, a replacement
+has joined and all take steps together, the next worker is killed. Each kill occurs at a random time
+within a step, and the ranks are killed in turn. If a failure restarts all workers (torchrun), the
 recovery ends when all of them have taken a step.
 """
 
@@ -84,19 +84,19 @@ class Candidate:
     quick_kills: int
     ranks: int = WORKERS
     restarts_all: bool = False
-    """True if recovery ends when as many workers as before take steps again; False if it ends when
-    the survivors do."""
+    """True if recovery ends when as many workers as before the kill take steps again; False if it
+    ends when the survivors take steps again."""
     restarted: bool = False
-    """True if these workers are different processes from those before the kill."""
+    """True if the workers that take steps again are new processes."""
     of_floor: float | None = None
-    """Target, as a multiple of the floor's p50."""
+    """Target for the p50, as a multiple of the lower bound's p50; None: no target."""
     torch: Callable[[], str] | None = None
-    """Returns the version of torch, for a row that may use a different version from the table's.
-    Raises MeasurementError if no suitable version is installed."""
+    """Returns the version of torch that this system uses, if it may differ from that of the other
+    rows. Raises MeasurementError if no suitable version is installed."""
 
     @property
     def recovered(self) -> int:
-        """Number of workers that must take steps again."""
+        """Number of workers that must take steps again before the recovery ends."""
         return self.ranks if self.restarts_all else self.ranks - 1
 
 
@@ -222,7 +222,7 @@ device to each."""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 12 minutes."""
+    """Runs the benchmark described in the module. Takes about 12 minutes."""
     devices = options.devices
     candidates = CUDA_CANDIDATES if devices.for_cuda else CANDIDATES
     chosen = [candidate for candidate in candidates if not options.quick or candidate.quick_kills]
@@ -402,21 +402,24 @@ def _seconds(value: float) -> str:
 
 
 def of_floor(row: Row, floor: Row) -> float | None:
-    """Returns the row's p50 divided by the floor's p50; None if either was not measured."""
+    """Returns the row's p50 divided by that of the lower bound, `floor`; None if either was not
+    measured."""
     ours, least = row.samples["pause_s"], floor.samples["pause_s"]
     return quantile(ours, 0.5) / quantile(least, 0.5) if ours and least else None
 
 
 def with_share(row: Row, share: float | None) -> Row:
-    """Returns the row with its ratio to the floor, if there is one."""
+    """Returns the row with `share`, its ratio to the lower bound, as a cell. If `share` is None,
+    returns the row unchanged."""
     return (
         row if share is None else replace(row, cells={**row.cells, "p50, of floor": f"{share:.2f}"})
     )
 
 
 def verdict(shares: Iterable[tuple[str, float | None, float | None]]) -> str:
-    """Returns a sentence from each row's name, ratio to its floor, and target. Rows without a
-    target are omitted."""
+    """Returns a sentence that compares the rows with their targets. `shares`: for each row, its
+    name, its ratio to its lower bound, and the target for this ratio. Rows without a target are
+    omitted."""
     judged = [
         f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None
     ]

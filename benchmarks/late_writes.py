@@ -1,9 +1,9 @@
-"""Abandoned collectives: do they write into tensors that are in use again, and how long does the
-next group take?
+"""Measures whether abandoned collectives write into tensors that are in use again, and how long it
+takes to form the next group.
 
-benchmarks/workers/late_writes.py describes a round. torch's own schemes and Shoal's run on this
-interpreter's torch or, for `_reconfigure`, on a newer one if `make test-torch` has installed it.
-torchft runs on the torch of the peers' environment.
+`benchmarks.workers.late_writes` describes a round of the measurement. The ways to abandon a group
+(schemes) of torch and of Shoal use this interpreter's torch. `_reconfigure` may need a newer
+version, which `make test-torch` installs. torchft uses the torch in the peers' environment.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Candidate:
     """Name of the scheme in the worker program."""
     name: str
     environment: Callable[[], tuple[Path, str]]
-    """Returns an interpreter, and its versions for the row's name. Raises MeasurementError if the
-    candidate cannot run."""
+    """Returns the interpreter to use, and the versions to show in the row's name. Raises
+    MeasurementError if the candidate cannot run."""
     ours: bool = False
 
 
@@ -81,7 +81,7 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     rounds = 4 if options.quick else ROUNDS
     rows = {candidate: _row(candidate, rounds) for candidate in CANDIDATES}
     return Table(
@@ -142,7 +142,8 @@ def _read(output: Path) -> list[dict[str, Any]]:
 
 
 def described(name: str, command: str, rounds: Sequence[dict[str, Any]], failure: str = "") -> Row:
-    """Returns the row for the worker's output."""
+    """Returns the row of a candidate. `rounds`: rounds as measured by the worker. `failure`: reason
+    if there are none."""
     if not rounds:
         return Row(name=name, command=command, cells={}, failure=failure)
     times = [one["next_s"] for one in rounds]
@@ -169,7 +170,7 @@ def described(name: str, command: str, rounds: Sequence[dict[str, Any]], failure
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Compares Shoal's rows with the target."""
+    """Returns a sentence that compares Shoal's rows with the target."""
     judged = [
         f"{row.name} {row.cells['changed']} and {row.cells['waited']} of {row.cells['rounds']} ("
         + ("reached" if row.cells["changed"] == row.cells["waited"] == "0" else "not reached")

@@ -1,8 +1,8 @@
-"""T14: from the start of the command to the end of the first training step, `shoal run` against
-torchrun, in turns.
+"""T14: the time from the start of the command to the end of the first training step, for `shoal
+run` and torchrun in alternation.
 
-`shoal run` is measured with workers that are forked from a warm process, and with fresh
-interpreters.
+`shoal run` is measured twice: with workers forked from a warm process, and with workers that are
+fresh interpreters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(kw_only=True)
 class Side:
-    """One launcher and its times."""
+    """One launcher and its measurements, in seconds."""
 
     name: str
     command: str
@@ -43,12 +43,13 @@ class Side:
     first_step_s: list[float] = field(default_factory=list)
     """Time from the start of the command until all ranks have taken a step."""
     exit_s: list[float] = field(default_factory=list)
-    """Time until the command has exited; its workers leave after the first step."""
+    """Time from the start of the command until it has exited. Its workers leave after the first
+    step."""
     failure: str = ""
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 10 minutes."""
+    """Runs the benchmark described in the module. Takes about 10 minutes."""
     rounds = 2 if options.quick else 6
     rows: list[Row] = []
     verdicts: list[str] = []

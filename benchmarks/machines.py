@@ -1,14 +1,15 @@
-"""Machines at one switch, simulated by network namespaces of this machine. Each has its own name,
-address and cable.
+"""Simulates machines that are connected to one switch, with network namespaces of this machine.
+Each simulated machine has its own name, address and cable.
 
-A cable can be made slow (a token bucket at both of its ends, tc tbf). What one machine sends to
-another can be lost on the way without either noticing, because it is addressed to a hardware
-address that no machine has. A cut may therefore be one-way, between two machines only, or around
-any of them.
+A cable can be made slow, by a token bucket at both of its ends (tc tbf). The packets from one
+machine to another can be dropped without either machine noticing, because they are sent to a
+hardware address that no machine has. The network can therefore be cut in one direction only,
+between two machines only, or around any set of machines.
 
 Needs Linux, root, `ip` and `tc`. Everything is in namespaces, so deleting them leaves nothing
-behind. Their names contain the process's id. When new namespaces are created, those of processes
-that were killed before they could clean up are deleted, together with the processes in them.
+behind. Their names contain the id of the process that created them. When new namespaces are
+created, leftover namespaces of processes that were killed are deleted, together with the processes
+in them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ exec` gives each program its own mount namespace."""
 
 
 def hindrance() -> str | None:
-    """Returns why namespaces cannot be created here; None: they can."""
+    """Returns the reason why namespaces cannot be created on this machine; None if they can."""
     if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: iproute2, util-linux)"
     if os.geteuid() != 0:
@@ -71,17 +72,17 @@ def hindrance() -> str | None:
 
 
 class Machines:
-    """Machines at one switch. A context manager."""
+    """Simulated machines that are connected to one switch. A context manager."""
 
     def __init__(self, *names: str, ipv6: bool = False) -> None:
-        """Creates one machine per name. `ipv6`: they have only IPv6 addresses."""
+        """Prepares one machine per name. `ipv6`: True if machines have only IPv6 addresses."""
         self._names = names
         self._ipv6 = ipv6
         self._namespaces: list[str] = []
         self._hosts: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
-        """Raises MeasurementError if namespaces cannot be created."""
+        """Creates the machines. Raises MeasurementError if namespaces cannot be created."""
         if (why := hindrance()) is not None:
             raise MeasurementError(f"a network of machines cannot be made here: {why}")
         with contextlib.ExitStack() as undo:
@@ -100,17 +101,18 @@ class Machines:
         self._delete()
 
     def address(self, machine: str) -> str:
-        """Returns the address at which the other machines reach it."""
+        """Returns the address at which the other machines reach `machine`."""
         return (
             f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
         )
 
     def second_address(self, machine: str) -> str:
-        """Returns the address at which the machines of its second network reach it (`connect`)."""
+        """Returns the address of `machine` in its second network, which `connect` creates."""
         return f"10.78.0.{self._number(machine)}"
 
     def connect(self, *machines: str) -> None:
-        """Gives these machines a second, common network, at the interface `SECOND_INTERFACE`."""
+        """Connects these machines by a second network, in addition to the common one. Its
+        interface on each machine is `SECOND_INTERFACE`."""
         switch = self._namespace(_SWITCH)
         _ip("-n", switch, "link", "add", "br1", "type", "bridge")
         _ip("-n", switch, "link", "set", "br1", "up")
@@ -143,19 +145,19 @@ class Machines:
             _ip("-n", own, "link", "set", SECOND_INTERFACE, "up")
 
     def configure(self, machine: str, *command: str) -> None:
-        """Runs a program on the machine that changes its network, such as `ip route`. Raises
-        MeasurementError if the program fails."""
+        """Runs a program that changes the machine's network, such as `ip route`, on the machine.
+        Raises MeasurementError if the program fails."""
         _ip("netns", "exec", self._namespace(machine), *command)
 
     def on(self, machine: str, command: Sequence[str]) -> list[str]:
-        """Returns the command line that runs `command` on the machine, as a single process
-        throughout."""
+        """Returns the command line that runs `command` on the machine. It stays a single process,
+        because each program in it replaces the one before."""
         known = (*_KNOWING, str(self._hosts[machine])) if machine in self._hosts else ()
         return ["ip", "netns", "exec", self._namespace(machine), *known, *_NAMED, machine, *command]
 
     def know_hosts(self, machine: str, hosts: Path) -> None:
-        """Makes the file appear as /etc/hosts to all processes that are started on the machine from
-        now on."""
+        """Makes the file `hosts` appear as /etc/hosts to all processes that are started on the
+        machine from now on."""
         self._hosts[machine] = hosts
 
     def namespace(self, machine: str) -> Path:
@@ -167,14 +169,13 @@ class Machines:
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]
 
     def slow_down(self, machine: str, *, mbit_per_s: int) -> None:
-        """Passes all data that the machine sends and receives through a token bucket from now
-        on."""
+        """Limits the rate at which the machine sends and receives to `mbit_per_s`."""
         shape = ("root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", _BURST, "latency", _QUEUE)
         for namespace, interface in self._cable(machine):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, *shape)
 
     def speed_up(self, machine: str) -> None:
-        """Ends `slow_down`."""
+        """Removes the limit set by `slow_down`."""
         for namespace, interface in self._cable(machine):
             _run("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
 
@@ -184,7 +185,7 @@ class Machines:
         self._set_station(sender, receiver, _NOBODY)
 
     def deliver(self, sender: str, receiver: str) -> None:
-        """Ends `lose`."""
+        """Stops dropping what `sender` sends to `receiver` (`lose`)."""
         self._set_station(sender, receiver, self._station(receiver))
 
     # --------------------------------------------------------------------------------------- making
@@ -199,7 +200,7 @@ class Machines:
         return f"port{self._number(machine)}"
 
     def _cable(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Returns namespace and interface of both ends of the cable."""
+        """Returns the namespace and the interface of each end of the machine's cable."""
         return (self._namespace(machine), INTERFACE), (
             self._namespace(_SWITCH),
             self._port(machine),
@@ -251,7 +252,8 @@ class Machines:
 
 
 def sent_bytes() -> int:
-    """Returns the bytes that the machine of this process has sent so far, including headers."""
+    """Returns the number of bytes that the simulated machine of this process has sent so far,
+    including headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
@@ -268,8 +270,8 @@ def _delete_leftovers() -> None:
 
 
 def _delete(name: str) -> None:
-    """Deletes a namespace and kills the processes in it, which would otherwise keep it alive,
-    unnoticed."""
+    """Kills the processes in a namespace, then deletes it. If processes remained, the namespace
+    would continue to exist without a name."""
     deadline = time.monotonic() + _TIMEOUT_S
     while (running := _ip("netns", "pids", name).split()) and time.monotonic() < deadline:
         for process in running:

@@ -1,5 +1,5 @@
-"""T8: measures what each strategy keeps in memory and sends, and compares it with the documented
-formulas.
+"""T8: measures the memory that each strategy uses and the bytes that it sends, and compares them
+with the documented formulas.
 
 Each strategy is launched once per number of ranks; nothing is timed. `benchmarks.workers.account`
 documents what is counted, and how.
@@ -34,13 +34,14 @@ _TIMEOUT_S: Final = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One strategy, and what a rank should keep in memory and send with a given number of ranks, in
-    multiples of the parameters' bytes P. With AdamW, G is P and O is 2P."""
+    """One strategy, with the memory that a rank should use and the bytes that it should send for a
+    given number of ranks. The unit is P, the size of the parameters. With AdamW, gradients take P
+    and optimizer state 2P."""
 
     strategy: str
     held: Callable[[int], float] | None
-    """Parameters, gradients and optimizer state together; None: there is no formula in these
-    units."""
+    """Returns the size of parameters, gradients and optimizer state together, for a number of
+    ranks. None: there is no formula in this unit."""
     sent: Callable[[int], float] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3, 4)
@@ -72,14 +73,15 @@ _LOGITS: Final = _WIDE_BATCH * TOKENS * WORDS / _P
 
 
 def _tensor_sends(ranks: int) -> float:
-    """Returns the size, in multiples of P, of four all-reduces of the activation per block, one for
-    the embedding and one for the output layer, which also gathers the logits."""
+    """Returns the size sent per step by tensor parallelism, in multiples of P. The activation is
+    all-reduced four times per block, once for the embedding and once for the output layer, which
+    also gathers the logits."""
     return _all_reduce(ranks) * _ACTIVATION * (4 * BLOCKS + 2) + _LOGITS * (ranks - 1) / ranks
 
 
 def _pipeline_sends(ranks: int) -> float:
-    """Returns the size, in multiples of P, of the activation and its gradient at each stage
-    boundary, averaged over all ranks."""
+    """Returns the size sent per step by pipeline parallelism, in multiples of P, averaged over all
+    ranks. At each stage boundary, the activation and its gradient are sent."""
     return 2 * (ranks - 1) * _ACTIVATION / ranks
 
 
@@ -154,7 +156,8 @@ CASES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Bytes of one launch, each the maximum across the ranks."""
+    """Bytes measured in one launch. Sizes in memory are the maximum over the ranks, sent bytes the
+    mean."""
 
     model: int
     parameters: int
@@ -163,8 +166,8 @@ class Account:
     mirrors: int
     peak: int
     sent: float
-    """Bytes sent per step, without the bytes to mirrors; with parameter servers, the received bytes
-    are included."""
+    """Bytes sent per step, without those sent to mirrors. With parameter servers, received bytes
+    are added."""
     sent_to_mirrors: float
 
     @property
@@ -173,7 +176,8 @@ class Account:
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, float]], *, with_received: bool) -> Account:
-        """Reads the ranks' files."""
+        """Combines the measurements of all ranks. `with_received`: True to add received bytes to
+        the sent bytes."""
 
         def most(*roles: str) -> int:
             return int(max(sum(rank[role] for role in roles) for rank in ranks))
@@ -196,7 +200,7 @@ class Account:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     rows = [
         _row(case, ranks)
         for case in CASES

@@ -1,5 +1,5 @@
-"""T16: bytes that workers and servers exchange, and the loss after the same number of samples, for
-async_sgd with and without outer steps."""
+"""T16: compares async_sgd with and without outer steps: the bytes that workers and servers
+exchange, and the loss after the same number of samples."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class System:
     name: str
     flags: tuple[str, ...]
     learning_rate: float | None = None
-    """The learning rate that led to the lowest loss; None: no run has ended."""
+    """Learning rate with the lowest loss at the end; None: no run has finished."""
     losses: dict[float, list[float]] = field(default_factory=dict)
     """Learning rate -> loss at the end of each run."""
     megabytes: list[float] = field(default_factory=list)
-    """Megabytes sent and received by all workers in each run."""
+    """Megabytes sent and received by all workers together, one value per run."""
     failure: str = ""
 
     def words(self, learning_rate: float) -> list[str]:
-        """Returns the worker's flags, without the flag for the output file."""
+        """Returns the flags of the worker program, except for the output file."""
         sizes = (f"--ranks={RANKS}", f"--batch={BATCH}", f"--epochs={EPOCHS}")
         return [*self.flags, f"--learning-rate={learning_rate:g}", *sizes]
 
     @property
     def command(self) -> str:
-        """Returns the command with the learning rate that was found."""
+        """Command of a run with the best learning rate, for display in the table."""
         words = shlex.join([*self.words(self.learning_rate or LEARNING_RATES[0]), "--output=."])
         return (
             f"SHOAL_SERVER_TRANSPORT=tcp shoal run --standalone --nproc-per-node {RANKS} "
@@ -75,8 +75,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 10 minutes; quick: about 3, at one learning
-    rate."""
+    """Runs the benchmark described in the module. Takes about 10 minutes; with `quick`, which tries
+    only one learning rate, about 3."""
     all_of_them = systems()
     rates, repeats = (LEARNING_RATES[:1], 1) if options.quick else (LEARNING_RATES, 2)
     for system in all_of_them:
@@ -153,15 +153,15 @@ def row(system: System, plain: System) -> Row:
 
 
 def share_of(system: System, plain: System) -> float | None:
-    """Returns the bytes moved, divided by the other system's bytes; None: either was not
-    measured."""
+    """Returns the bytes that `system` exchanged, divided by those of `plain`; None if either was
+    not measured."""
     if not system.megabytes or not plain.megabytes:
         return None
     return statistics.median(system.megabytes) / statistics.median(plain.megabytes)
 
 
 def verdict(all_of_them: list[System]) -> str:
-    """Returns one sentence with the bytes moved by each system."""
+    """Returns a sentence with the bytes exchanged by each system."""
     plain, *others = all_of_them
     shares = ((system.name, share_of(system, plain)) for system in others)
     measured_text = (

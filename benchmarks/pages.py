@@ -1,10 +1,10 @@
-"""Writes the documentation's figures from what was measured: `python -m benchmarks --docs docs`.
+"""Writes measured figures to the pages of the documentation: `python -m benchmarks --docs docs`.
 
-`docs/benchmarks/tables.md` has a section for each table, with a plot beside the page. Other pages
-show single tables between the lines `<!-- figures: t8 -->` and `<!-- end of figures -->`.
-`<!-- figures: all -->`, as in `docs/benchmarks.md`, becomes one line per table with its target and
-the result. Tables that were not measured this time keep their section, plot and lines. Nothing is
-measured here.
+`docs/benchmarks/tables.md` has a section for each table, and its folder contains the plots. Other
+pages show single tables between the lines `<!-- figures: t8 -->` and `<!-- end of figures -->`.
+With `<!-- figures: all -->`, as in `docs/benchmarks.md`, a page shows one line per table, with its
+target and the result. If a table was not measured this time, its section, plot and lines stay as
+they are. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -41,20 +41,26 @@ was measured and reduced.
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One table as it was written, and its plot."""
+    """A measured table, as read from its files, and the path of its plot."""
 
     table: Table
     section: str
-    """Markdown."""
+    """The table as a section of a page, in Markdown."""
     plot: Path
 
 
 def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
-    """Writes the page, the plots, and the tables that other pages show. Returns the changed files.
-    `keys`: all tables, in their order.
+    """Writes the page of all tables, the plots, and the tables that other pages show. Returns the
+    changed files.
+
+    Args:
+        measured: directory with the measured tables.
+        docs: directory of the documentation.
+        keys: keys of all tables, in the order in which they are shown.
 
     Raises:
-        MeasurementError: `measured` has no table, or a page shows a table that was never measured.
+        MeasurementError: `measured` contains no table, or a page shows a table that was never
+            measured.
     """
     tables = {key: _load(measured, key) for key in keys if (measured / f"{key}.json").exists()}
     if not tables:
@@ -78,7 +84,7 @@ def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def _sections(page: str) -> dict[str, str]:
-    """Returns the sections of the page, by the keys of their tables."""
+    """Splits the page of all tables into sections. Returns the sections by the key of the table."""
     begins = [*_HEADINGS.finditer(page)]
     ends = [*(each.start() for each in begins[1:]), len(page)]
     return {
@@ -108,8 +114,8 @@ def _filled(text: str, tables: Mapping[str, Measured], page: Path, keys: Sequenc
 def _grid(
     key: str, before: str, tables: Mapping[str, Measured], page: Path, keys: Sequence[str]
 ) -> str:
-    """Returns the lines that a page shows of one table, or of all tables. `before`: the lines that
-    it has shown so far."""
+    """Returns the lines to show on a page for one table, or a summary of all tables. `before`:
+    lines that the page shows at present; they are kept for tables that were not measured."""
     if key == _ALL:
         head, rows = summary({each: measured.table for each, measured in tables.items()})
         shown = {row[3 : row.index("]")].lower(): row for row in before.splitlines()[len(head) :]}
@@ -126,8 +132,8 @@ def _grid(
 
 
 def summary(tables: Mapping[str, Table]) -> tuple[list[str], dict[str, str]]:
-    """Returns the Markdown table of all tables that have a target, with the target and the result:
-    the two heading lines, and the other lines by their tables' keys."""
+    """Returns the summary of all tables that have a target, as a Markdown table with targets and
+    results: its two heading lines, and the lines below, by table key."""
     head = ["|  | what | target | measured |", "|---|---|---|---|"]
     rows = {}
     for key, table in tables.items():

@@ -1,7 +1,8 @@
 """T7: a step of ddp, tensor, pipeline and hybrid, compared with torch's equivalents, on CPUs over
 Gloo, in alternation.
 
-Both sides compute and send the same: equal splits, equal micro-batches, equal batches.
+Both sides perform the same computation and send the same data: splits, micro-batches and batches
+are equal.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ COMPARISONS: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     rows = [

@@ -1,5 +1,6 @@
-"""The environments of the peers: torchft and DeepSpeed have their own environment, separate from
-Shoal's requirements; torch's `_reconfigure` may need an environment of `make test-torch`."""
+"""Python environments of the systems with which Shoal is compared (peers). torchft and DeepSpeed
+have their own environment, because their requirements differ from Shoal's. torch's `_reconfigure`
+may need an environment that `make test-torch` creates."""
 
 from __future__ import annotations
 
@@ -26,20 +27,21 @@ _FROM: Final = (2, 14)
 
 
 def torchft_version() -> str:
-    """Returns the versions of torchft and of its torch. Raises MeasurementError with the reason if
-    it cannot run here."""
+    """Returns a text with the versions of torchft and of the torch that it uses. Raises
+    MeasurementError with the reason if torchft cannot run on this machine."""
     return _version("torchft", "torchft-nightly")
 
 
 def deepspeed_version() -> str:
-    """Returns the versions of DeepSpeed and of its torch. Raises MeasurementError with the reason
-    if it cannot run here."""
+    """Returns a text with the versions of DeepSpeed and of the torch that it uses. Raises
+    MeasurementError with the reason if DeepSpeed cannot run on this machine."""
     return _version("deepspeed", "deepspeed")
 
 
 def reconfiguring_python() -> tuple[Path, str]:
-    """Returns an interpreter whose torch has `_reconfigure`, and that torch's version: this one, or
-    the newest that `make test-torch` has installed. Raises MeasurementError if there is none."""
+    """Returns an interpreter whose torch has `_reconfigure`, and the version of that torch. This is
+    the current interpreter, or the newest that `make test-torch` has installed. Raises
+    MeasurementError if there is none."""
     own = version("torch")
     if _number(own) >= _FROM:
         return Path(sys.executable), own

@@ -27,13 +27,14 @@ _MIB: Final = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A strategy that is run as planned."""
+    """A strategy that is run with the options of its plan."""
 
     label: str
-    """Name of the row in a plan: strategy and mesh."""
+    """Label of the strategy's row in a plan: the strategy and its device mesh."""
     ranks: int
     batch: int = 1
-    """Samples per replica per step; if activations are sent, enough that they outweigh the rest."""
+    """Samples per replica per step. For strategies that send activations, the batch is large enough
+    that the activations make up most of the bytes sent."""
 
 
 COMPARED: Final = (
@@ -60,14 +61,16 @@ COMPARED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Planned and measured bytes of one strategy, by category (held, mirrors, sent)."""
+    """Planned and measured bytes of one strategy, by category: memory of the training state
+    ("held"), memory of mirrors, and bytes sent."""
 
     planned: Mapping[str, float]
     measured: Mapping[str, float]
     command: str = field(default="")
 
     def share(self, what: str) -> float:
-        """Planned value divided by the measured one; 1 if both are 0."""
+        """Returns the planned bytes of the category `what`, divided by the measured bytes; 1 if
+        both are 0."""
         planned, measured = self.planned[what], self.measured[what]
         return planned / measured if measured else 1.0 if not planned else float("inf")
 
@@ -89,7 +92,7 @@ def plan_of(ranks: int, batch: int, replicas: int) -> Plan:
 
 
 def planned_as(compared: Compared) -> PlannedStrategy:
-    """Returns the plan's row for the strategy."""
+    """Returns the strategy's row in a plan for its ranks and its batch."""
     found = next(
         each
         for each in plan_of(compared.ranks, compared.batch, compared.ranks).strategies
@@ -101,7 +104,8 @@ def planned_as(compared: Compared) -> PlannedStrategy:
 
 
 def compare(compared: Compared) -> Outcome:
-    """Runs the strategy and compares it with its plan. Raises MeasurementError if the run fails."""
+    """Runs the strategy with the planned options, and returns planned and measured bytes. Raises
+    MeasurementError if the run fails."""
     planned = planned_as(compared)
     assert planned.memory is not None
     case = Case(
@@ -134,7 +138,7 @@ def compare(compared: Compared) -> Outcome:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 3 minutes."""
+    """Runs the benchmark described in the module. Takes about 3 minutes."""
     rows = [_row(each) for each in (COMPARED[:2] if options.quick else COMPARED)]
     return Table(
         key="t18",

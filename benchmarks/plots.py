@@ -15,8 +15,8 @@ from benchmarks.report import Row
 def samples(
     path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None
 ) -> None:
-    """Plots every measurement as a point, with one line per system. The axis is logarithmic if the
-    values are far apart."""
+    """Plots every measurement as a point, with one horizontal line of points per system. The axis
+    is logarithmic if the values are far apart."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if row.samples.get(sample)]
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), layout="constrained")
@@ -47,9 +47,16 @@ def curves(
     labels: tuple[str, str],
     target: float,
 ) -> None:
-    """Plots one panel per title. Each system has a line through its samples `y` over its samples
-    `x`. The vertical axis is logarithmic if the values are far apart, and a horizontal line shows
-    `target`. `labels`: labels of the two axes."""
+    """Plots curves: a panel for each entry of `panels`, with a line for each system.
+
+    Args:
+        path: file of the plot.
+        panels: title of the panel -> rows to draw.
+        x: name of the samples on the horizontal axis.
+        y: name of the samples on the vertical axis, which is logarithmic if they are far apart.
+        labels: labels of the two axes.
+        target: value marked by a horizontal line.
+    """
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1,
@@ -79,9 +86,10 @@ def curves(
 
 
 def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
-    """Plots one panel per title. Each system has a line through its steps (`progress_step`) over
-    time (`progress_s`), with a cross at each kill (`killed_s`) and a triangle at the end of each
-    absence (`returned_s`). Dotted lines mark the kills of the row that met the most."""
+    """Plots the progress of runs with faults: a panel for each entry of `panels`, with a line for
+    each system. The line shows its steps (`progress_step`) over time (`progress_s`), with a cross
+    at each kill (`killed_s`) and a triangle at the end of each absence (`returned_s`). Dotted lines
+    mark the kills of the row that has the most."""
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1, len(panels), figsize=(14, 6), layout="constrained", squeeze=False
@@ -112,8 +120,9 @@ def progress(path: Path, panels: Mapping[str, Sequence[Row]]) -> None:
 def parts(
     path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str
 ) -> None:
-    """Plots one panel per stack, with one bar per system that consists of its samples with these
-    names. In the first panel, a line shows `mark`."""
+    """Plots stacked bars: a panel for each entry of `stacks`, with a bar for each system. A bar is
+    composed of the system's samples with the names in that entry. In the first panel, a line marks
+    the samples named `mark`."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if not row.failure]
     figure, panels = pyplot.subplots(

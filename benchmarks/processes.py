@@ -1,8 +1,8 @@
-"""Starts the measured programs as separate processes, and leaves none behind. Nothing is measured
-here.
+"""Starts the measured programs as separate processes, and leaves none of them behind. This module
+measures nothing.
 
-All processes of a stage inherit a mark in their environment, so that processes whose parent has
-died are found as well. A stage belongs to the thread that created it.
+A `Stage` is the set of processes of one run. They inherit a mark in their environment, so that the
+stage also finds processes whose parent has died. A stage belongs to the thread that created it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _OUTPUT_SHOWN: Final = 2000
 
 
 class Stage:
-    """The processes of one run, in a directory of its own."""
+    """The processes of one run, and its temporary directory. A context manager that stops the
+    processes and removes the directory on exit."""
 
     def __init__(self) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix=STAGE_PREFIX)
@@ -63,14 +64,14 @@ class Stage:
         *,
         expendable: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Starts `command` in the repository's root; its output goes to a file. One computing
-        thread, as torchrun sets it.
+        """Starts `command` in the root of the repository, with its output in a file. As with
+        torchrun, the process computes with one thread (OMP_NUM_THREADS=1).
 
         Args:
             name: name of the output file; several processes may share one.
             command: program and arguments.
-            environment: variables in addition to this process's.
-            expendable: True if a signal may kill it as part of the measurement.
+            environment: variables to set in addition to those of this process.
+            expendable: True if the process may be killed as part of the measurement.
         """
         with self._output(name).open("ab") as output:
             process = subprocess.Popen(
@@ -93,12 +94,12 @@ class Stage:
         return process
 
     def wait_until(self, what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Polls until `condition` holds, 50 times a second: rarely enough not to disturb what is
-        measured.
+        """Waits until `condition` returns True. Polls 50 times a second, which is rare enough not
+        to disturb the measurement.
 
         Raises:
-            MeasurementError: not within `timeout_s`, or a process that is not expendable failed
-                meanwhile.
+            MeasurementError: the condition was not met within `timeout_s`, or a process that is not
+                expendable failed. The message names the condition as `what`.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -108,13 +109,14 @@ class Stage:
             time.sleep(_POLL_S)
 
     def finish(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
-        """Waits until `process` has ended successfully. Raises MeasurementError otherwise."""
+        """Waits until `process` has exited with status 0. Raises MeasurementError if it fails or
+        does not exit in time."""
         if code := self.await_end(process, timeout_s=timeout_s):
             raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
 
     def await_end(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> int:
-        """Waits until `process` has ended and returns its exit code. Raises MeasurementError if it
-        does not end."""
+        """Waits until `process` has exited, and returns its exit code. Raises MeasurementError if
+        it does not exit in time."""
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -123,8 +125,8 @@ class Stage:
             ) from None
 
     def stop(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to all running processes, and SIGKILL after `grace_s` to those that remain,
-        including orphans."""
+        """Sends SIGTERM to the processes started by `start` and, after `grace_s`, SIGKILL to all
+        remaining processes of the stage, including those whose parent has died."""
         running = [process for _, process in self._started if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -146,7 +148,8 @@ class Stage:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Returns all running processes of the stage, no matter which process started them."""
+        """Returns all running processes of the stage, including those that were started by other
+        processes of the stage."""
         return self._marked()
 
     def outputs(self) -> str:
@@ -156,7 +159,7 @@ class Stage:
         )
 
     def texts(self) -> dict[str, str]:
-        """Returns everything that was written so far, by the name of the output."""
+        """Returns the complete output so far, by name of the output file."""
         return {
             file.stem: file.read_text(errors="replace")
             for file in sorted(self.directory.glob("*.out"))

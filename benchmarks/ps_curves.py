@@ -1,5 +1,5 @@
-"""T4 and T5 as functions of the size of the pushed and pulled values, and of the number of tensors,
-clients and servers."""
+"""Pushes and pulls as in T4 and T5, for different sizes of the values and different numbers of
+tensors, clients and servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""T5: the push and the pull of T4, with memory shared by client and server, compared with torch
-RPC's own transports and a plain copy."""
+"""T5: the push and the pull of T4 over shared memory, compared with torch RPC's own choice of
+transport and with a plain copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OF_TORCH_RPC: Final = 1.5
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About two minutes."""
+    """Runs the benchmark described in the module. Takes about two minutes."""
     rounds = 10 if options.quick else 40
     memcpy = Side(key="memcpy", name="a copy in one process", system="memcpy")
     tcp = Side(key="tcp", name="raw TCP, no arithmetic", system="tcp")

@@ -36,25 +36,25 @@ _CLIENT: Final = "benchmarks.workers.transfer"
 
 @dataclass(kw_only=True)
 class Side:
-    """One system and its times, one push and one pull per round."""
+    """One system, and the durations of its pushes and pulls: one of each per round."""
 
     key: str
     name: str
     system: str = "shoal"
     """Value of `--system` of `benchmarks.workers.transfer`."""
     client: tuple[str, ...] = ()
-    """Additional flags of its client."""
+    """Additional flags of the system's client."""
     server: tuple[str, ...] = ()
     """Additional flags of Shoal's server."""
     journal: bool = False
     """True if Shoal's server has a data directory."""
     elements: int = ELEMENTS
-    """Floats pushed and pulled by each client."""
+    """Number of floats that each client pushes and pulls."""
     clients: int = 1
     servers: int = 1
     polls: bool = False
-    """True if this system's processes poll while they wait, and therefore occupy a core each while
-    idle. They are stopped (SIGSTOP) while another system is measured."""
+    """True if this system's processes poll while they wait, so that each of them occupies a core
+    even when idle. They are stopped (SIGSTOP) while another system is measured."""
     processes: list[psutil.Process] = field(default_factory=list)
     """Processes of client and server if the system polls; empty for others."""
     push_s: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Side:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Returns all flags of its client that determine what is measured."""
+        """Flags of the client that determine what is measured."""
         more: list[str] = [*self.client]
         for name, value, default in (
             ("elements", self.elements, ELEMENTS),
@@ -77,27 +77,27 @@ class Side:
 
     @property
     def nbytes(self) -> int:
-        """Bytes per round in one direction, of all clients together."""
+        """Number of bytes that all clients together send, or receive, in one round."""
         return 4 * self.elements * self.clients
 
     def stand_still(self) -> None:
-        """Stops the processes of a system that polls."""
+        """Suspends the processes of a system that polls (SIGSTOP)."""
         for process in self.processes:
             process.suspend()
 
     def go_on(self) -> None:
-        """Continues the stopped processes."""
+        """Resumes the suspended processes."""
         for process in self.processes:
             process.resume()
 
     @property
     def both_s(self) -> list[float]:
-        """Times of push and pull together, by round."""
+        """Duration of push and pull together, in seconds, by round."""
         return [push + pull for push, pull in zip(self.push_s, self.pull_s, strict=True)]
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About two minutes."""
+    """Runs the benchmark described in the module. Takes about two minutes."""
     rounds = 10 if options.quick else 40
     tcp = Side(key="tcp", name="raw TCP, no arithmetic", system="tcp")
     torch_rpc = Side(key="torch-rpc-tcp", name="torch RPC over TCP", system="torch-rpc-tcp")
@@ -170,7 +170,7 @@ RATES: Final = (
 
 
 def method(rounds: int) -> str:
-    """Returns the description of the measurement for both tables."""
+    """Returns the description of the measurement that T4 and T5 share."""
     return (
         f"Each system has a client and a server process on this machine; {rounds} rounds in "
         f"alternating order after {WARM_UP} uncounted ones. A round is one acknowledged push, and "
@@ -180,8 +180,8 @@ def method(rounds: int) -> str:
 
 
 def take_turns(sides: Sequence[Side], rounds: int) -> None:
-    """Starts all sides, and measures this many rounds of each. Errors are stored in the side's
-    `failure`."""
+    """Starts all sides, and measures `rounds` rounds of each, in alternation. If a side fails, its
+    `failure` is set."""
     with ExitStack() as stack:
         stage = stack.enter_context(Stage())
         coordinator = _start_coordinator(stage)
@@ -281,7 +281,8 @@ def _round(side: Side, *, counted: bool) -> None:
 
 
 def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
-    """Returns a side's rates, and its ratio to each of the others in a separate column."""
+    """Returns a row with a side's rates and, for each pair in `others` (column, side), how many
+    times as fast as that side it is."""
     samples = {"push_s": side.push_s, "pull_s": side.pull_s, "push_and_pull_s": side.both_s}
     cells = {"rounds": str(len(side.push_s))}
     if side.push_s:
@@ -299,15 +300,16 @@ def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
 
 
 def speed(side: Side, other: Side) -> Ratio | None:
-    """Returns how many times as fast as the other system this one is, round by round."""
+    """Returns how many times as fast as `other` the system `side` is, computed round by round; None
+    if either was not measured."""
     if not side.push_s or len(side.push_s) != len(other.push_s):
         return None
     return paired_ratio(other.both_s, side.both_s)
 
 
 def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
-    """Summarizes a table in one sentence. `comparisons`: the peer's name, the measured ratio to it
-    (None: not measured), and the target."""
+    """Returns a sentence that summarizes a table. `comparisons`: for each of the other systems, its
+    name, the measured ratio to it (None: not measured), and the target."""
     parts = []
     for name, ratio, target in comparisons:
         reached = (

@@ -1,4 +1,4 @@
-"""Determines from the workers' step logs when a group of workers is complete, and when it has
+"""Determines, from the workers' step logs, when a group of workers has settled and when it has
 recovered from a kill. Does not kill any process."""
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ _FRESH_NS = 1_000_000_000
 
 
 class Recovery:
-    """One kill: the group is complete before it, and has recovered at the end."""
+    """The recovery from one kill: first waits for the group to settle, and then for enough workers
+    to take steps again."""
 
     def __init__(self, logs: StepLogs, *, workers: int, recovered: int, restarted: bool) -> None:
-        """`recovered`: number of workers that must take steps again. `restarted`: these are
-        different processes from before."""
+        """
+        Args:
+            logs: step logs of the workers.
+            workers: number of workers before the kill.
+            recovered: number of workers that must take steps again.
+            restarted: True if these are new processes.
+        """
         self._logs = logs
         self._workers = workers
         self._needed = recovered
@@ -54,7 +60,7 @@ class Recovery:
 
     @property
     def members(self) -> list[int]:
-        """Pids of the settled group, by rank."""
+        """Pids of the workers in the settled group, by rank."""
         return sorted(self._members, key=lambda pid: self._members[pid].rank)
 
     def killed(self, pid: int, *, at_ns: int) -> None:
@@ -63,8 +69,8 @@ class Recovery:
         self._killed_ns = at_ns
 
     def over(self) -> bool:
-        """Returns whether enough workers have committed a step in a newer group than the killed
-        worker's. Steps that the old group still finished do not count."""
+        """Returns whether enough workers have committed a step in a group that is newer than the
+        killed worker's group. Steps that the old group still commits are ignored."""
         self._logs.read()
         for pid, commits in self._logs.commits.items():
             known = self._members.get(pid)
@@ -80,11 +86,11 @@ class Recovery:
 
     @property
     def last_to_recover(self) -> tuple[int, int]:
-        """Returns the pid of the worker whose next step ends the recovery, and the time of that
-        commit (CLOCK_MONOTONIC, ns)."""
+        """Pid of the worker whose commit ended the recovery, and the time of that commit in ns by
+        CLOCK_MONOTONIC."""
         return sorted(self._first.items(), key=lambda item: item[1])[self._needed - 1]
 
     @property
     def pause_s(self) -> float:
-        """Returns the time from the kill until the last of the workers committed its next step."""
+        """Seconds from the kill until the last of the workers committed its next step."""
         return (self.last_to_recover[1] - self._killed_ns) / 1e9

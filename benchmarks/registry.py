@@ -1,4 +1,4 @@
-"""All benchmarks. A module is imported only when its benchmark runs."""
+"""List of all benchmarks. The module of a benchmark is imported only when it is run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.report import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Extent of the measurements, and the directory of plots."""
+    """Options of a benchmark: its extent, its devices, and the directory for plots."""
 
     quick: bool
     """True for few repetitions, which show that the benchmark works; the figures are rough."""
     output: Path
-    """An existing directory."""
+    """Existing directory to which plots are written."""
     devices: Devices = HOST
     """Devices on which the workers compute."""
 
@@ -27,14 +27,14 @@ class Measure(Protocol):
     """Interface of a benchmark module."""
 
     def measure(self, options: Options) -> Table:
-        """Measures, and draws plots into `options.output`. Failures of a single system are shown in
-        its row."""
+        """Runs the benchmark, writes plots to `options.output`, and returns the table. If a single
+        system fails, its row shows the reason."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One row of the list of targets."""
+    """Entry of the list of benchmarks."""
 
     key: str
     title: str

@@ -69,7 +69,7 @@ CANDIDATES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes."""
+    """Runs the benchmark described in the module. Takes about 8 minutes."""
     kills = 2 if options.quick else 10
     measured = [(candidate, _row(candidate, kills)) for candidate in CANDIDATES]
     rows = [row for _, row in measured]
@@ -146,8 +146,8 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> Non
 
 
 class FullStrength:
-    """One kill: ends when all ranks take steps together again, including at least one new
-    process."""
+    """The recovery from one kill up to full strength: until all ranks, including at least one new
+    process, take steps together again."""
 
     def __init__(self, logs: StepLogs, *, before: Sequence[int], killed_ns: int) -> None:
         """`before`: pids of the settled group. `killed_ns`: time of the kill (CLOCK_MONOTONIC)."""
@@ -157,8 +157,8 @@ class FullStrength:
         self._reached_ns = 0
 
     def reached(self) -> bool:
-        """Returns whether a group of as many processes as before, one of them new, has committed a
-        step."""
+        """Returns whether a group with as many processes as before, at least one of them new, has
+        committed a step."""
         self._logs.read()
         groups: dict[int, dict[int, Commit]] = {}
         for pid, commits in self._logs.commits.items():
@@ -175,7 +175,7 @@ class FullStrength:
 
     @property
     def pause_s(self) -> float:
-        """Time from the kill until all ranks have committed a step at full strength."""
+        """Seconds from the kill until all ranks had committed a step together."""
         return (self._reached_ns - self._killed_ns) / 1e9
 
 

@@ -1,7 +1,7 @@
 """The results of a benchmark, and their presentation: on the terminal, as JSON with every sample,
 and as Markdown.
 
-Nothing is measured or judged here: a row contains the measurements, or the reason why there are
+This module neither measures nor judges. A row contains measurements, or the reason why there are
 none.
 """
 
@@ -37,11 +37,11 @@ class Row:
     command: str
     """The command that was started, as a user would type it."""
     cells: Mapping[str, str]
-    """Column -> text, with the unit in the column's name or in the text. Missing columns are shown
-    as missing."""
+    """Column -> text. The unit is in the column's name or in the text. A column without an entry is
+    shown as missing."""
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """All individual measurements, by name with its unit (`pause_s`), for the JSON and the
-    plots."""
+    """All individual measurements, for the JSON and the plots. The names include the unit, as in
+    `pause_s`."""
     failure: str = ""
     """Reason for missing figures; empty if none are missing."""
 
@@ -51,7 +51,7 @@ class Table:
     """Result of one benchmark."""
 
     key: str
-    """t1, t2, ..."""
+    """Short name of the table: t1, t2, ..."""
     title: str
     target: str
     method: str
@@ -74,8 +74,8 @@ class Machine:
     python: str
     versions: Mapping[str, str]
     load_average: float
-    """Load average over the minute before the first measurement; above zero, other work uses the
-    machine too."""
+    """Load average over the minute before the first measurement. A value well above 0 shows that
+    the machine was also doing other work."""
 
     @classmethod
     def here(cls) -> Machine:
@@ -129,7 +129,7 @@ def write(directory: Path, table: Table, machine: Machine, command: str) -> None
 
 
 def read(file: Path) -> tuple[Table, Machine, str]:
-    """Returns the table that `write` wrote as JSON, and its command."""
+    """Returns a table, the machine and the command, from a JSON file that `write` has written."""
     content = json.loads(file.read_text())
     command, machine = content.pop("command"), Machine(**content.pop("machine"))
     rows = tuple(Row(**row) for row in content.pop("rows"))
@@ -156,7 +156,7 @@ def markdown(table: Table, machine: Machine, command: str) -> str:
 
 
 def grid(table: Table) -> list[str]:
-    """Returns the lines of the Markdown table."""
+    """Returns the rows and columns as the lines of a Markdown table."""
     return [
         f"| {' | '.join(['', *table.columns])} |",
         f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
@@ -168,8 +168,8 @@ def grid(table: Table) -> list[str]:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line of a text without paths of this machine, because reports are
-    published."""
+    """Returns the first line of a text. Paths of this machine are shortened in it, because reports
+    are published."""
     line = text.strip().split("\n", 1)[0]
     for place in (str(Path(sys.executable).parent), sys.prefix, str(REPOSITORY)):
         line = line.replace(f"{place}/", "")

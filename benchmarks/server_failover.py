@@ -1,9 +1,9 @@
-"""T11: SIGKILL of a parameter server that is the primary: how long its workers pause, and what
-happens to their pushes.
+"""T11: SIGKILL of a parameter server that is a primary. Measures how long the workers pause, and
+whether pushes are lost or applied twice.
 
-One run gives many samples: kill the primary, wait until the job has recovered (the workers take
-steps, and the killed server is the backup and in sync), kill the new primary. At the end of the
-run, the pushes are counted one by one (`benchmarks.workers.tally`).
+One run gives many samples. The primary is killed; when the job has recovered (the workers take
+steps, and the killed server has returned as a backup in sync), the new primary is killed. At the
+end of the run, the pushes are counted one by one (`benchmarks.workers.tally`).
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Pauses of one worker around one kill: times between two successive steps, minus a normal
-    step."""
+    """Pauses of one worker around one kill. A pause is the time between two successive steps, minus
+    the duration of an ordinary step."""
 
     first_s: float
-    """Longest pause in its first steps after the kill."""
+    """Longest pause during the first steps after the kill."""
     later_s: float
-    """Longest pause after that until the job has recovered; in this time, the killed server returns
-    and catches up."""
+    """Longest pause from then until the job has recovered. During this time, the killed server
+    returns and catches up."""
     step_s: float
-    """Median time of the worker's steps before the kill, in seconds."""
+    """Median duration of the worker's last steps before the kill, in seconds."""
 
     @property
     def longest_s(self) -> float:
@@ -83,7 +83,7 @@ class System:
     backups: int
     kills: int
     pauses: list[Pause] = field(default_factory=list)
-    """One pause per worker per kill."""
+    """Pauses of each worker around each kill."""
     pushes: Account | None = None
     failure: str = ""
 
@@ -102,7 +102,7 @@ class System:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 8 minutes; quick: about 2."""
+    """Runs the benchmark described in the module. Takes about 8 minutes; with `quick`, about 2."""
     backed = System(name="with a backup", backups=1, kills=30)
     restarted = System(name="without, restarted from its journal", backups=0, kills=10)
     for system in (backed, restarted):
@@ -193,14 +193,15 @@ def _workload(directory: Path) -> Workload:
 
 
 def _wait_until_well(stage: Stage, job: _Job, logs: StepLogs, since_ns: int) -> None:
-    """Waits until each worker has taken enough steps since then, and all servers are present."""
+    """Waits until each worker has taken enough steps since the time `since_ns`, and all servers are
+    running and in sync."""
     stage.wait_until(
         "all to be well", lambda: job.is_whole() and _stepping(logs, since_ns), timeout_s=_TIMEOUT_S
     )
 
 
 def _stepping(logs: StepLogs, since_ns: int) -> bool:
-    """Returns whether each worker has taken enough steps since then."""
+    """Returns whether each worker has taken enough steps since the time `since_ns`."""
     logs.read()
     after = [
         sum(1 for commit in commits if commit.time_ns > since_ns)
@@ -210,11 +211,13 @@ def _stepping(logs: StepLogs, since_ns: int) -> bool:
 
 
 def pause_of(commits: Sequence[Commit], killed_ns: int) -> Pause:
-    """Reads a worker's pause from its steps until all was well again. An ordinary step is the
-    median of its last before the kill.
+    """Returns the pauses of one worker around a kill. The duration of an ordinary step is the
+    median of the worker's last steps before the kill.
+
+    `commits`: steps of the worker until the job had recovered. `killed_ns`: time of the kill.
 
     Raises:
-        MeasurementError: there are too few steps before the kill, or after it.
+        MeasurementError: there are too few steps before or after the kill.
     """
     steps = [
         (later.time_ns, (later.time_ns - earlier.time_ns) / 1e9)
@@ -246,11 +249,12 @@ def _count(stage: Stage, directory: Path, job: _Job) -> Account:
 
 
 class _Job:
-    """The running job from its coordinator's point of view. Methods that query a service raise
-    ShoalError if it does not respond."""
+    """State of the running job as reported by its coordinator and servers. Methods that query a
+    service raise ShoalError if it does not respond."""
 
     def __init__(self, stage: Stage, job_id: str, backups: int) -> None:
-        """Waits for the coordinator. Raises MeasurementError if it does not appear."""
+        """Waits until the job's coordinator is registered on this machine. Raises MeasurementError
+        if it is not registered in time."""
         self._stage = stage
         self._job_id = job_id
         self._backups = backups
@@ -276,7 +280,8 @@ class _Job:
         return list(self._client.get_job(self._job_id).servers)
 
     def is_whole(self) -> bool:
-        """Returns whether there is a primary and, if the job has backups, a backup in sync."""
+        """Returns whether the job has one living primary and, if it uses a backup, a backup in
+        sync."""
         there = [server for server in self._servers() if server.alive]
         primaries = [
             server for server in there if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY
@@ -291,7 +296,8 @@ class _Job:
         )
 
     def process_of(self, server_id: str) -> int:
-        """Returns the pid of the server's process. Raises MeasurementError if there is none."""
+        """Returns the process id of a server. Raises MeasurementError if there is no such
+        process."""
         for process in self._stage.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = process.cmdline()
@@ -300,7 +306,7 @@ class _Job:
         raise MeasurementError(f"no process of server {server_id}\n{self._stage.outputs()}")
 
     def versions(self) -> list[int]:
-        """Returns the version of each partition on the primary."""
+        """Returns the version of each of the primary's partitions."""
         with ParameterServerClient(ChannelSettings(address=self.primary().address)) as client:
             return [partition.version for partition in client.get_server().partitions]
 
@@ -346,7 +352,8 @@ def row(system: System, restarted: System) -> Row:
 
 
 def verdict(backed: System) -> str:
-    """Returns one sentence that compares pauses and counts with the target."""
+    """Returns a sentence that compares the pauses and the numbers of lost and repeated pushes with
+    the target."""
     if not backed.pauses or backed.pushes is None:
         return "Not measured."
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes

@@ -1,8 +1,9 @@
-"""T6: a step of zero1, zero2 and fsdp (zero3 is the same), compared with torch's own sharding and
-DeepSpeed's, on CPUs over Gloo; and the communication of such a step alone.
+"""T6: a step of zero1, zero2 and fsdp (which is the same as zero3), compared with the sharding of
+torch and DeepSpeed, on CPUs over Gloo. Also measures the communication of such a step alone.
 
-Sides whose ratio is measured run in alternation. Communication alone is the collectives of one
-fully sharded step, with the same calls on torch's Gloo backend and on Shoal's, and nothing else.
+Systems whose ratio is measured run in alternation. To measure the communication alone, the
+collectives of one fully sharded step are called without any computation, on torch's Gloo backend
+and on Shoal's.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ _ON_THE_HOST: Final = (
 
 
 def strategy(name: str) -> Side:
-    """Returns the side for a strategy of Shoal."""
+    """Returns the `Side` (one system of a comparison) for a strategy of Shoal."""
     command = f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name}"
     return Side(name=f"shoal {name}", command=command, start=partial(start_strategy, strategy=name))
 
 
 def torch_peer(name: str, key: str) -> Side:
-    """Returns the side for torch's equivalent."""
+    """Returns the `Side` for torch's equivalent of a strategy. `name`: name of the row. `key`:
+    value of `--with` in `benchmarks.workers.train_torch`."""
     module = "benchmarks.workers.train_torch"
     start = partial(start_module, module=module, more=("--with", key))
     return Side(name=name, command=f"torchrun --standalone -m {module} --with {key}", start=start)
@@ -69,8 +71,8 @@ def _deepspeed(stage: int) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Shoal's side, and equivalent peers. Each row's ratio is the time of Shoal's step divided by
-    that of the peer's step."""
+    """Comparison of Shoal with equivalent systems. The ratio in each row is the duration of Shoal's
+    step divided by that of the other system's step."""
 
     ours: Side
     theirs: tuple[Side, ...]
@@ -129,7 +131,7 @@ ON_DEVICES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     comparisons = CUDA_COMPARISONS if devices.for_cuda else COMPARISONS
@@ -171,7 +173,8 @@ def measure(options: Options) -> Table:
 
 
 def compare(comparison: Comparison, ranks: int, rounds: int, devices: Devices = HOST) -> list[Row]:
-    """Returns Shoal's row, and the peers' rows with Shoal's ratio to each."""
+    """Measures a comparison. Returns Shoal's row, and the rows of the other systems, each with
+    Shoal's ratio to it."""
     sides = (comparison.ours, *comparison.theirs)
     if (failure := devices.lacking(f"a comparison of {ranks} ranks", ranks)) is not None:
         return [

@@ -1,9 +1,9 @@
-"""Members of a job that only keep their sessions open, thousands of them in one process, over real
-gRPC.
+"""Simulates thousands of members of a job in one process, over real gRPC. The members only keep
+their sessions with the coordinator open.
 
 Unlike real members, they share a few connections, so the cost of a connection is not measured.
-Messages that need not be read remain bytes, so that this process does not become the bottleneck.
-Everything belongs to one event loop.
+Messages whose content is not needed are not parsed, so that this process does not become the
+bottleneck. Everything belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Member:
     member_id: str
     call: Any = None
     informed: dict[int, float] = field(default_factory=dict)
-    """Generation number -> time at which this member was informed of it (time.perf_counter)."""
+    """Generation number -> time at which this member received it, by time.perf_counter."""
     announced_bytes: int = 0
-    """Total size of the messages with generations."""
+    """Total size in bytes of the messages that announced generations to this member."""
     newest: pb.Generation | None = None
     ended: str = ""
     """Reason why its session has ended; empty while it is open."""
@@ -44,7 +44,7 @@ class Member:
 
     @property
     def join(self) -> bytes:
-        """Its first message."""
+        """The member's first message, serialized."""
         host = f"node-{self.number // RANKS_PER_HOST:04d}.cluster.internal"
         ids = {
             "donor_address": f"{ip_address((10 << 24) + self.number)}:40123",
@@ -64,7 +64,7 @@ class Member:
 
 
 class Crowd:
-    """Simulated members at one coordinator. Call `close` at the end."""
+    """Simulated members of a job at one coordinator. Must be closed with `close`."""
 
     def __init__(self, address: str) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -83,18 +83,18 @@ class Crowd:
         member.task = asyncio.create_task(self._listen(member))
 
     async def enter(self, number: int) -> None:
-        """Makes all members report that they work in generation `number`."""
+        """Makes all members report, by a heartbeat, that they are in generation `number`."""
         beat = pb.MemberMessage(heartbeat=pb.Heartbeat(generation=number)).SerializeToString()
         for member in self.members:
             await member.call.write(beat)
 
     def informed(self, number: int) -> int:
-        """Returns the number of members that have been informed of generation `number`."""
+        """Returns the number of members that have received generation `number`."""
         return self._informed[number]
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Waits until `condition` is true. It is evaluated whenever a member has been informed of
-        something. Raises TimeoutError."""
+        """Waits until `condition` returns True. It is evaluated whenever a member has received a
+        message. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()

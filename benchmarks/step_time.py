@@ -2,8 +2,8 @@
 torchft.
 
 A step is one iteration of the user's loop with each system's own loader: batch, forward, backward,
-optimizer, zero_grad. On two ranks, Shoal is measured three times: with comparisons of the ranks'
-replicas at the default interval, with none, and in every step.
+optimizer, zero_grad. On two ranks, Shoal is measured with three settings for the comparison of the
+ranks' replicas: at the default interval, never, and in every step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SIDES_OF_RANKS: Final = {2: (*SIDES, *CHECKING), 3: SIDES}
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 4 minutes."""
+    """Runs the benchmark described in the module. Takes about 4 minutes."""
     devices = options.devices
     rounds = devices.rounds(8 if options.quick else 16)
     batches = CUDA_BATCH_OF_RANKS if devices.kind == CUDA else BATCH_OF_RANKS
@@ -114,8 +114,8 @@ def measure(options: Options) -> Table:
 
 
 def sides_of(ranks: int, devices: Devices) -> tuple[Side, ...]:
-    """Returns the systems for this number of ranks. torchft has its own environment, with a CPU
-    build of torch."""
+    """Returns the systems to measure with this number of ranks. torchft has its own environment,
+    whose torch is a CPU build."""
     return (BASELINE, SHOAL, *CHECKING) if devices.for_cuda else SIDES_OF_RANKS[ranks]
 
 
@@ -165,7 +165,8 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:
-    """Returns the ratio of steps with comparisons to steps without, round by round."""
+    """Returns sentences with the cost of comparing replicas: the ratio of a step with comparisons
+    to a step without them, computed round by round."""
     (ranks,) = [ranks for ranks, sides in SIDES_OF_RANKS.items() if NEVER in sides]
     default, never, always = (
         measured[f"{side.name}, {ranks} ranks"].samples.get("step_s", [])

@@ -1,5 +1,5 @@
-"""T10: time to the same loss with one of four workers four times slower, for async_sgd compared
-with ddp and local_sgd."""
+"""T10: the time to reach the same loss if one of four workers is four times slower, for async_sgd,
+ddp and local_sgd."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class System:
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     slow: int
-    """Computing time of the last rank, as a multiple of the others' computing time; 1: the same."""
+    """Factor by which the last rank computes more slowly than the others; 1: equally fast."""
     look_every: int = 1
-    """Number of steps between two evaluations of the loss. Between averages, local_sgd's ranks have
-    different values."""
+    """Number of steps between two evaluations of the loss. For local_sgd, it is the number of steps
+    between averages, because the ranks have different parameters in between."""
     micro_batch: int = 0
-    """Samples in a micro-batch; 0: plain batches."""
+    """Number of samples in a micro-batch; 0: batches are not divided into micro-batches."""
     tried: dict[float, float] = field(default_factory=dict)
     """Learning rate -> seconds until the loss was reached; only for rates that reached it."""
     learning_rate: float | None = None
-    """The learning rate that reached the loss soonest; None: none has."""
+    """Learning rate that reached the loss soonest; None: no learning rate has reached it."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Records of rank 0 in each run at that learning rate."""
+    """Records of rank 0, one per run at `learning_rate`."""
     failure: str = ""
 
     @property
@@ -75,22 +75,23 @@ class System:
 
     @property
     def times_s(self) -> list[float]:
-        """Seconds from the first step until the loss was reached, for each run at the chosen
-        learning rate; empty unless all reached it."""
+        """Seconds from the first step until the loss was reached, for each run at `learning_rate`;
+        empty unless all runs reached it."""
         times = [run["reached_s"] for run in self.runs]
         return [] if None in times else times
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step of rank 0, in the run that the plot shows; None: not measured. Unlike
-        the time to the loss, it does not depend on the learning rate."""
+        """Seconds per step of rank 0 in the run that the plot shows; None if not measured. Unlike
+        the time until the loss is reached, it does not depend on the learning rate."""
         if not self.runs or len(self.runs[0]["times_s"]) < 2:
             return None
         times_s = self.runs[0]["times_s"]
         return float(times_s[-1]) / ((len(times_s) - 1) * self.look_every)
 
     def words(self, learning_rate: float, *, within_s: float) -> list[str]:
-        """Returns the worker's flags, without the flag for the output file."""
+        """Returns the flags of the worker program, except for the output file. `within_s`: time
+        limit of the run in seconds."""
         return [
             *(
                 f"--strategy={self.strategy}",
@@ -109,7 +110,7 @@ class System:
 
     @property
     def command(self) -> str:
-        """Returns the command with the learning rate that was found."""
+        """Command of a run with the best learning rate, for display in the table."""
         rate = LEARNING_RATES[0] if self.learning_rate is None else self.learning_rate
         servers = f" --servers {self.servers}" if self.servers else ""
         words = shlex.join([*self.words(rate, within_s=_LONGEST_S), "--output=seen.json"])
@@ -117,7 +118,8 @@ class System:
 
 
 def systems() -> list[System]:
-    """Returns all systems: those with the slow worker first, and in each group ddp first."""
+    """Returns all systems: first those with a slow worker, then those without. In each group, ddp
+    comes first."""
     return [
         system
         for slow in (SLOW, 1)
@@ -141,8 +143,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About 25 minutes; quick: about 4, with one
-    learning rate for all."""
+    """Runs the benchmark described in the module. Takes about 25 minutes; with `quick`, which uses
+    one learning rate for all systems, about 4."""
     all_of_them = systems()
     rates, rounds = (_QUICK_LEARNING_RATES, 1) if options.quick else (LEARNING_RATES, 3)
     for system in all_of_them:
@@ -227,7 +229,8 @@ def _rates_said(rates: Sequence[float]) -> str:
 
 
 def find_learning_rate(system: System, rates: Sequence[float]) -> None:
-    """Tries all learning rates. A single rate is used without a trial."""
+    """Tries all learning rates, and sets `system.learning_rate` to the best one. If there is only
+    one, it is used without a trial."""
     if len(rates) == 1:
         system.learning_rate = rates[0]
         return
@@ -243,8 +246,8 @@ def find_learning_rate(system: System, rates: Sequence[float]) -> None:
 
 
 def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, Any] | None:
-    """Does one training run and returns the record of rank 0. None: the run failed, and the system
-    has the reason."""
+    """Performs one training run and returns the record of rank 0. If the run fails, returns None
+    and sets `system.failure`."""
     try:
         with Stage() as stage:
             output = stage.directory / "seen.json"
@@ -262,7 +265,7 @@ def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, 
 
 
 def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
-    """Returns the measurement of the same strategy and options with equally fast workers."""
+    """Returns the system that has the same strategy and options as `system`, but no slow worker."""
     return next(
         other
         for other in all_of_them
@@ -273,8 +276,8 @@ def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
 
 
 def row(system: System, ddp: System, even: System) -> Row:
-    """Returns a row of the table, compared with ddp with the slow worker, and with the same
-    strategy without it."""
+    """Returns a row of the table. The system is compared with `ddp`, which has the slow worker too,
+    and with `even`, the same strategy without a slow worker."""
     cells = {"runs": str(len(system.runs))}
     if system.learning_rate is not None:
         cells["learning rate"] = f"{system.learning_rate:g}"
@@ -303,16 +306,16 @@ def row(system: System, ddp: System, even: System) -> Row:
 
 
 def compared(system: System, other: System) -> Ratio | None:
-    """Returns the ratio of its time to the other's; None: they are the same system, or either was
-    not measured."""
+    """Returns the time that `system` needs divided by that of `other`. Returns None if they are the
+    same system, or if either was not measured."""
     if system is other or not system.times_s or len(system.times_s) != len(other.times_s):
         return None
     return ratio_of_medians(system.times_s, other.times_s)
 
 
 def verdict(all_of_them: Sequence[System]) -> str:
-    """Returns one sentence: whether async_sgd reached the target, and how long each strategy took
-    with the slow worker."""
+    """Returns a text that states whether async_sgd reached the target, and how long each strategy
+    took with the slow worker."""
     ddp, *others = (system for system in all_of_them if system.slow > 1)
     parts = []
     for system in others:
@@ -330,8 +333,8 @@ def verdict(all_of_them: Sequence[System]) -> str:
 
 
 def _of_ideal(all_of_them: Sequence[System]) -> str:
-    """Returns the comparison of ddp with micro-batches dealt by speed and the ideal division of
-    work."""
+    """Returns a sentence that compares a step of ddp, with micro-batches dealt by speed, to a step
+    in which the work is divided ideally."""
     by_speed = next(one for one in all_of_them if one.slow > 1 and one.micro_batch)
     step_s, even_s = by_speed.step_s, _without_straggler(by_speed, all_of_them).step_s
     if step_s is None or even_s is None:

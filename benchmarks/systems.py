@@ -1,9 +1,9 @@
-"""Starts the workers of the training loop under each system: Shoal, torchrun in two ways, and
-torchft with its lighthouse.
+"""Starts the workers of the training loop under each system: Shoal, torchrun in two ways, torchft
+with its lighthouse, torch's `_reconfigure`, and DeepSpeed.
 
-Peers are started as their own documentation describes; settings that differ from their defaults are
-defined here and shown in the table. A system belongs to the stage on which it was started; the
-stage ends its processes.
+Other systems are started as their own documentation describes. Settings that differ from their
+defaults are defined here and shown in the table. A system belongs to the `Stage` on which it was
+started, which stops its processes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ group reads the addresses of the previous group there and cannot connect (torch 
 
 
 class System(Protocol):
-    """Started workers of one system."""
+    """The running workers of one system."""
 
     def may_kill(self, pid: int) -> bool:
-        """Returns whether the worker `pid` may be killed."""
+        """Returns whether the benchmark may kill the worker `pid`."""
         ...
 
     def kill(self, pid: int) -> None:
@@ -49,7 +49,7 @@ Start = Callable[[Stage, Workload], System]
 
 
 class WithLauncher:
-    """One launcher, which replaces workers itself."""
+    """Workers under a single launcher, which replaces dead workers itself."""
 
     def __init__(
         self, stage: Stage, command: Sequence[str], environment: Mapping[str, str] | None = None
@@ -74,9 +74,12 @@ def start_shoal(
     warm: bool = True,
     more: Sequence[str] = (),
 ) -> WithLauncher:
-    """Starts launcher, coordinator, embedded Valkey, and workers with metrics. `restarts`: workers
-    may die often. `warm`: workers are forked from a warm process. `more`: additional flags of the
-    worker."""
+    """Starts a launcher of Shoal with a coordinator, an embedded Valkey server, and workers that
+    serve metrics.
+
+    `restarts`: True to replace workers any number of times. `warm`: True to fork workers from a
+    warm process. `more`: additional flags of the worker.
+    """
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
     command = [
@@ -94,8 +97,8 @@ def start_shoal(
 def start_strategy(
     stage: Stage, workload: Workload, *, strategy: str, more: Sequence[str] = ()
 ) -> WithLauncher:
-    """Starts the decoder under a strategy of Shoal, with all services. `more`: additional flags of
-    the worker."""
+    """Starts the training of the decoder under a strategy of Shoal, with all services. `more`:
+    additional flags of the worker."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_strategy", "--strategy", strategy, *more)
     return WithLauncher(
@@ -105,7 +108,7 @@ def start_strategy(
 
 def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
     """Starts ranks that measure their memory and the bytes that they send, and then exit.
-    `servers`: number of parameter servers."""
+    `servers`: number of parameter servers. `words`: flags of the worker."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
     return WithLauncher(
         stage, [beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words]
@@ -115,8 +118,8 @@ def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str
 def start_with_servers(
     stage: Stage, workload: Workload, *, job_id: str, backups: int
 ) -> WithLauncher:
-    """Starts workers under async_sgd with one parameter server and 0 or 1 backups, in a job with
-    this name. The launcher restarts a server that dies."""
+    """Starts workers under async_sgd, in a job with the id `job_id`. The job has one parameter
+    server and `backups` backups (0 or 1). The launcher restarts a server that dies."""
     flags = (
         "--standalone",
         "--rdzv-id",
@@ -144,8 +147,8 @@ def start_with_servers(
 def start_straggler(
     stage: Stage, *, ranks: int, servers: int, words: Sequence[str]
 ) -> WithLauncher:
-    """Starts ranks, one of which may be slow, that train until the stage ends. `servers`: number of
-    parameter servers."""
+    """Starts ranks that train until the stage ends; one of them may be slow. `servers`: number of
+    parameter servers. `words`: flags of the worker."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
     return WithLauncher(
         stage,
@@ -161,8 +164,8 @@ def start_straggler(
 
 
 def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLauncher:
-    """Starts ranks with one parameter server that train with or without outer steps, over TCP, and
-    then exit."""
+    """Starts ranks and one parameter server, connected by TCP. The ranks train with or without
+    outer steps, and then exit. `words`: flags of the worker."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", "1")
     command = [
         beside_python("shoal"),
@@ -186,7 +189,7 @@ def start_module(
 
 
 def start_bare(stage: Stage, words: Sequence[str]) -> WithLauncher:
-    """Starts torchrun with these arguments; its workers exit by themselves."""
+    """Starts torchrun with the arguments `words`; its workers exit on their own."""
     return WithLauncher(stage, [beside_python("torchrun"), *words])
 
 
@@ -203,7 +206,8 @@ def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> Wit
 
 
 def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
-    """Starts one agent. `restarts`: a worker's death restarts all workers, any number of times."""
+    """Starts a single torchrun agent. `restarts`: True to restart all workers after each death, any
+    number of times."""
     flags = (
         "--standalone",
         "--nproc-per-node",
@@ -221,10 +225,10 @@ def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) 
 
 
 class ElasticTorchrun:
-    """`torchrun --nnodes MIN:MAX`: one agent per worker, as on separate machines. A kill hits
-    worker and agent, as the loss of a machine does; the other agents wait for them and then
-    continue without them. The agent that hosts the rendezvous store is never killed, because its
-    death would end the run."""
+    """Workers under `torchrun --nnodes MIN:MAX`, with one agent per worker, as on separate
+    machines. Like the loss of a machine, a kill hits a worker and its agent. The other agents wait
+    for them, and then continue without them. The agent that hosts the rendezvous store is never
+    killed, because its death would end the run."""
 
     def __init__(self, stage: Stage, workload: Workload, *, last_call_s: int | None) -> None:
         """`last_call_s`: how long a rendezvous waits for more nodes than the minimum; None:
@@ -276,24 +280,24 @@ class ElasticTorchrun:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftSettings:
-    """The timeouts that determine how fast torchft notices a death. The defaults are torchft's
-    own."""
+    """Timeouts that determine how fast torchft notices a death, with torchft's own defaults."""
 
     heartbeat_timeout_ms: int = 5000
     """Time without heartbeats after which the lighthouse considers a replica dead."""
     heartbeat_ms: int = 100
     """Interval between a replica's heartbeats."""
     join_timeout_ms: int = 60_000
-    """Time that the lighthouse's quorum waits for live replicas that have not requested it."""
+    """Maximum time that the lighthouse, when it forms a quorum, waits for live replicas that have
+    not requested one yet."""
     quorum_tick_ms: int = 100
-    """Interval between checks of the lighthouse."""
+    """Interval at which the lighthouse checks whether it can form a quorum."""
     timeout_s: float = 60
     """Timeout of collectives, RPCs and connections."""
 
 
 def lighthouse_of(settings: TorchftSettings, *, port: int, min_replicas: int) -> list[str]:
-    """Returns the command of a lighthouse. `min_replicas`: minimum number of replicas for a
-    step."""
+    """Returns the command that starts torchft's lighthouse. `min_replicas`: minimum number of
+    replicas for a step."""
     timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
     return [
         *(str(peers.LIGHTHOUSE), "--bind", f"127.0.0.1:{port}"),
@@ -303,8 +307,8 @@ def lighthouse_of(settings: TorchftSettings, *, port: int, min_replicas: int) ->
 
 
 class Torchft:
-    """The lighthouse, and one process per replica, without a launcher, so that the harness decides
-    when a replacement starts."""
+    """torchft's lighthouse, and one process per replica. There is no launcher, so that the
+    benchmark decides when a replacement starts."""
 
     def __init__(
         self, stage: Stage, workload: Workload, *, settings: TorchftSettings, min_replicas: int
@@ -358,8 +362,9 @@ class Torchft:
 
 
 class Reconfiguring:
-    """A watcher, and workers whose Gloo group changes its ranks by `_reconfigure`, without a
-    launcher, so that the harness decides when a replacement starts."""
+    """Workers whose Gloo group changes its ranks by `_reconfigure`, and a process that watches them
+    (`benchmarks.workers.membership`). There is no launcher, so that the benchmark decides when a
+    replacement starts."""
 
     def __init__(self, stage: Stage, workload: Workload, *, timeout_s: float) -> None:
         """`timeout_s`: limit of collectives and of forming a group. Raises MeasurementError if no
@@ -391,8 +396,8 @@ class Reconfiguring:
 
 
 def free_port() -> int:
-    """Returns a port that no process listens on at the moment, for servers that cannot report which
-    port they got."""
+    """Returns a port on which no process is listening at the moment. For servers that cannot choose
+    a free port themselves and report it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -405,5 +410,6 @@ def listens(port: int) -> bool:
 
 
 def beside_python(program: str) -> str:
-    """Returns the path of a program of this environment, which need not be on PATH."""
+    """Returns the path of a program in this Python environment, whose directory need not be on
+    PATH."""
     return str(Path(sys.executable).with_name(program))

@@ -1,8 +1,8 @@
-"""Step times of several systems that take turns; shared by T2, T6 and T7.
+"""Measures the step times of several systems that take turns; shared by T2, T6 and T7.
 
 All systems are started and kept running. In every round, each of them runs a block of steps, and
-the order alternates between rounds. The ratio is taken round by round, so that anything that slows
-the machine down for a while cancels out. This module does not depend on the systems.
+the order alternates between rounds. Ratios are computed round by round, so that anything that slows
+the machine down for a while cancels out. This module does not depend on any particular system.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One system."""
+    """One system of a comparison."""
 
     name: str
     command: str
@@ -39,7 +39,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """Work of all sides of one comparison."""
+    """Workload and extent of a comparison, the same for all sides."""
 
     ranks: int
     width: int
@@ -48,7 +48,7 @@ class Course:
     rounds: int
     steps_per_block: int
     warm_up_blocks: int
-    """Number of blocks before the rounds; they do not count."""
+    """Number of blocks to run before the rounds, without recording them."""
     device: str = "cpu"
     """Device on which the workers compute."""
 
@@ -60,7 +60,7 @@ class Outcome:
     means_s: list[float]
     medians_s: list[float]
     cpu_s: list[float]
-    """Processor time of a step of one rank, including launcher and services."""
+    """CPU time per step and rank, including the share of launcher and services."""
     steps_s: list[float]
     """Times of all steps of all ranks."""
     failure: str
@@ -74,10 +74,10 @@ class _Started:
     blocks: list[list[list[float]]] = field(default_factory=list)
     """Step times in seconds, by block and rank."""
     cpu_s: list[float] = field(default_factory=list)
-    """Processor time of all processes together, by block."""
+    """CPU time of all processes together, in seconds, by block."""
 
     def run_block(self, steps: int) -> None:
-        """Raises MeasurementError."""
+        """Runs a block of steps and records its times. Raises MeasurementError."""
         before = self._cpu_s()
         self.blocks.append(self.gate.block(steps))
         self.cpu_s.append(self._cpu_s() - before)
@@ -88,8 +88,8 @@ class _Started:
 
 
 def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
-    """Runs all rounds and returns the outcome of each side by its name. A side that fails is
-    omitted from then on, and its outcome has the reason."""
+    """Runs all rounds and returns the outcome of each side by its name. A side that fails takes no
+    part in later rounds; its outcome contains the reason."""
     started: dict[str, _Started] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
@@ -119,9 +119,11 @@ def row(
     over: Outcome | None = None,
     under: Outcome | None = None,
 ) -> Row:
-    """Returns a system's row. `over`: another system; the row gets the ratio of this system's times
-    to it. `under`: another system; the row gets the ratio of its times to this system's. Both
-    ratios are taken round by round."""
+    """Returns a system's row, with up to two ratios that are computed round by round.
+
+    `over`: system whose step times this system's are divided by. `under`: system whose step times
+    are divided by this system's.
+    """
     if not outcome.means_s:
         return Row(name=name, command=command, cells={}, failure=outcome.failure)
     cells = {

@@ -1,8 +1,8 @@
 """Writes compose.pinned.yaml, which names third-party images by digest: `make pin-images`.
 
-Pulls each third-party image and records the digest under which its registry has it now. Images that
-are built here are in no registry, so `docker compose config --resolve-image-digests` fails for
-them; for these, the base image is pinned.
+Pulls each third-party image and records its current digest in the registry. Images that are built
+here are in no registry, so `docker compose config --resolve-image-digests` fails for them; instead,
+their base image is pinned.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PinError(Exception):
 
 
 def pin(compose: Mapping[str, Any], base: str, digest_of: Callable[[str], str]) -> dict[str, Any]:
-    """Returns the contents of the additional compose file. `base`: image from which others are
-    built."""
+    """Returns the contents of the additional compose file. `base`: base image of the images that
+    are built here."""
     services: dict[str, Any] = {}
     for name, service in compose["services"].items():
         if "build" in service:

@@ -1,4 +1,4 @@
-"""`python -m docsite` writes the pages of docs/reference that are made from the code."""
+"""Writes the pages of docs/reference that are generated from the code: `python -m docsite`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES: Final = {"commands.md": commands.page, "environment.md": environment.page
 
 
 def main() -> None:
-    """Writes them."""
+    """Writes all generated pages."""
     REFERENCE.mkdir(exist_ok=True)
     for name, page in PAGES.items():
         (REFERENCE / name).write_text(page())

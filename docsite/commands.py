@@ -1,5 +1,5 @@
-"""Writes docs/reference/commands.md: every command with its arguments and flags, from the parsers
-themselves."""
+"""Generates docs/reference/commands.md, which describes every command with its arguments and flags,
+from the programs' own argument parsers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ all variables: [environment](environment.md).
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the content of the page."""
     group = typer.main.get_group(app)
     context = typer.Context(group, info_name="shoal")
     lines = [_HEADER]

@@ -1,8 +1,9 @@
-"""`python -m docsite.diagrams MERMAID.JS` draws the Mermaid diagrams of all pages as
-docs/diagrams/DIGEST.svg, for the site.
+"""Draws the Mermaid diagrams of all pages as docs/diagrams/DIGEST.svg, for the site:
+`python -m docsite.diagrams MERMAID.JS`.
 
-By hand, when a diagram has changed (the build of the site says so): it takes chromium, and the file
-mermaid.min.js of npm's package `mermaid` (`npm pack mermaid@11.16.0`).
+Run this by hand when a diagram has changed; the build of the site then reports that the drawing is
+missing. It needs chromium, and the file mermaid.min.js from the npm package `mermaid` (`npm pack
+mermaid@11.16.0`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ DIAGRAM: Final = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE
 
 
 def digest(diagram: str) -> str:
-    """The name of the drawing of a diagram."""
+    """Returns the file name, without suffix, of a diagram's drawing."""
     return hashlib.sha256(diagram.encode()).hexdigest()[:12]
 
 
 def all_diagrams() -> dict[str, str]:
-    """The diagrams of all pages, by the names of their drawings."""
+    """Returns the source text of the diagrams on all pages, by the names of their drawings."""
     return {
         digest(text): text
         for page in sorted(DOCS.rglob("*.md"))
@@ -35,7 +36,7 @@ def all_diagrams() -> dict[str, str]:
 
 
 def draw(diagram: str, mermaid: Path) -> str:
-    """The diagram as SVG, with its own white ground."""
+    """Returns a diagram as SVG, with a white background. `mermaid`: path of mermaid.min.js."""
     settings = (
         "{startOnLoad: true, htmlLabels: false, flowchart: {htmlLabels: false}, fontFamily: "
         '"sans-serif"}'
@@ -78,7 +79,7 @@ def draw(diagram: str, mermaid: Path) -> str:
 
 
 def main() -> None:
-    """Draws what is missing, and removes what no page has any more."""
+    """Draws diagrams that have no drawing yet, and removes drawings that no page uses any more."""
     folder = DOCS / "diagrams"
     folder.mkdir(exist_ok=True)
     wanted = all_diagrams()

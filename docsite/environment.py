@@ -1,5 +1,5 @@
-"""Writes docs/reference/environment.md: every variable that Shoal reads or sets, from the settings'
-own fields and docstrings."""
+"""Generates docs/reference/environment.md, which describes every environment variable that Shoal
+reads or sets, from the fields of the settings classes and the docstrings below the fields."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _OTHERS: Final = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the content of the page."""
     lines = [_HEADER]
     for title, text, settings in _SECTIONS:
         lines += [
@@ -110,7 +110,8 @@ def _rows(settings: type[BaseSettings]) -> Iterator[str]:
 
 
 def _docstrings(settings: type[BaseSettings]) -> dict[str, str]:
-    """The text below each field, of the class and of those that it is made from."""
+    """Returns the docstring below each field of a settings class and of its base classes, by field
+    name."""
     found: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         if not kind.__module__.startswith("shoal_"):
@@ -129,7 +130,8 @@ def _docstrings(settings: type[BaseSettings]) -> dict[str, str]:
 
 
 def _kind(annotation: Any) -> str:
-    """A word in front of what a field means, where its values have a form of their own."""
+    """Returns a prefix for a field's description that states which values the field takes, for
+    flags, durations and enums; empty for other types."""
     kinds = [annotation, *get_args(annotation)]
     if bool in kinds:
         return "`1` or `0`. "

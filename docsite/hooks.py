@@ -1,9 +1,9 @@
-"""MkDocs hooks, in addition to mkdocs.yml: links that leave docs/, diagrams, and the
-check that the site needs no network.
+"""Hooks for MkDocs: rewrites links to files outside of docs/, inserts diagrams, and checks that the
+site does not need a network.
 
-Pages are written for those who read them in the repository as well. A link to a file outside of
-docs/ leads on the site to a page that shows that file, and a Mermaid diagram is the SVG that was
-drawn of it (`docsite/diagrams.py`). A link to what is not there fails the build.
+Pages must be readable in the repository as well as on the site. On the site, a link to a file
+outside of docs/ therefore leads to a page that shows the file, and a Mermaid diagram is replaced by
+the SVG drawn from it (`docsite/diagrams.py`). A link to a file that does not exist fails the build.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.append(str(ROOT))  # MkDocs runs this file alone
 from docsite.diagrams import DIAGRAM, digest  # noqa: E402
 
 _SHOWN: Final = "source"
-"""Folder of the site with what is shown of files outside of docs/."""
+"""Folder of the site with the pages that show files outside of docs/."""
 _LINK: Final = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE: Final = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
 _LANGUAGES: Final = {
@@ -40,8 +40,8 @@ _FETCHED_BY_STYLES: Final = re.compile(r"""(?:url\(|@import\s+)["']?((?:https?:)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds a page for each file outside of docs/ that a page links to, and for those that these
-    link to."""
+    """Adds a page for each file outside of docs/ that a page links to, and in turn for each file
+    that such a page links to. Called by MkDocs."""
     pending = [
         (f"docs/{file.src_uri}", Path(file.abs_src_path).read_text())
         for file in files.documentation_pages()
@@ -63,8 +63,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Points links to files outside of docs/ at their pages, and puts drawings in the places of
-    diagrams."""
+    """Redirects links to files outside of docs/ to the pages that show these files, and replaces
+    Mermaid diagrams by their drawings. Called by MkDocs."""
     uri = page.file.src_uri
     here = uri.removeprefix(f"{_SHOWN}/") if uri.startswith(f"{_SHOWN}/") else f"docs/{uri}"
     up = posixpath.relpath("diagrams", posixpath.dirname(uri) or ".")
@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Fails where the site would fetch something from elsewhere."""
+    """Raises PluginError if the site would load anything from another host. Called by MkDocs."""
     found = []
     for file in sorted(Path(config["site_dir"]).rglob("*")):
         if file.suffix == ".html":
@@ -112,8 +112,9 @@ def _targets(page: str, text: str) -> list[str]:
 
 
 def _resolved(page: str, target: str) -> str | None:
-    """The path in the repository that a link of `page` leads to; None: it is an address, or stays
-    within docs/ as it is."""
+    """Returns the path in the repository to which a link on `page` leads. Returns None if the link
+    needs no change, because it is a URL or leads from one page of docs/ to another. Raises
+    PluginError if the target does not exist."""
     if re.match(r"[a-z]+:", target):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
@@ -128,7 +129,7 @@ def _resolved(page: str, target: str) -> str | None:
 
 
 def _uri(path: str) -> str:
-    """Returns where the site has a file of the repository."""
+    """Returns the location, on the site, of the page for a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{_SHOWN}/{path}" if path.endswith(".md") else f"{_SHOWN}/{path}.md"

@@ -1,8 +1,8 @@
-"""`python -m docsite.recording` draws docs/kill.svg, an animated terminal in which a worker of
-examples/train.py is killed, from the lines in docsite/kill.jsonl.
+"""Draws docs/kill.svg, an animated terminal in which a worker of examples/train.py is killed, from
+the lines recorded in docsite/kill.jsonl: `python -m docsite.recording`.
 
-`python -m docsite.recording --record` makes these lines anew: it runs the example on three workers
-and kills one with `shoal kill`. Long waits and most epochs are left out.
+With `--record`, it first records these lines again: it runs the example on three workers and kills
+one of them with `shoal kill`. Most epochs are left out, and long waits are shortened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Line(NamedTuple):
     second: float
     """Time since the start of the run."""
     terminal: int
-    """The run's: 0; that of the kill: 1."""
+    """0: the terminal of the run; 1: the terminal in which `shoal kill` is run."""
     text: str
 
 
@@ -96,7 +96,8 @@ def record() -> list[Line]:
 
 
 def _shown(lines: list[Line]) -> Iterator[Line]:
-    """Lines to show: the first epochs, events with an epoch after each, and the end."""
+    """Yields the lines to show: the first epochs, each event with the epoch after it, and the end
+    of the run."""
     epochs = 3
     left_out = False
     last = max(place for place, line in enumerate(lines) if "]: epoch" in line.text)
@@ -125,7 +126,7 @@ def read() -> list[Line]:
 
 
 def draw(lines: list[Line]) -> str:
-    """Returns the lines as an SVG that repeats."""
+    """Returns the lines as an animated SVG that repeats."""
     times = list(_times(lines))
     total = times[-1] + _LAST_S
     width = round(_COLUMNS * _CHARACTER + 32)
@@ -177,7 +178,8 @@ def draw(lines: list[Line]) -> str:
 
 
 def _times(lines: list[Line]) -> Iterator[float]:
-    """Moments at which the lines appear; waits are neither too short to read nor long."""
+    """Yields the time at which each line appears. Waits between lines are adjusted, so that each
+    line can be read and no wait is long."""
     moment = 0.0
     for before, line in zip([lines[0], *lines], lines, strict=False):
         if line is not before:
@@ -186,7 +188,7 @@ def _times(lines: list[Line]) -> Iterator[float]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Rows of a line, cut between words."""
+    """Returns the rows of a line that is wrapped between words."""
     return textwrap.wrap(text, _COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
 
 
@@ -199,7 +201,7 @@ def _color(text: str) -> str:
 
 
 def main() -> None:
-    """Draws the picture, with `--record` from a new run."""
+    """Draws the picture; with `--record`, from a new run."""
     if "--record" in sys.argv[1:]:
         LINES.write_text("".join(json.dumps(line) + "\n" for line in record()))
     PICTURE.write_text(draw(read()))

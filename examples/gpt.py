@@ -92,7 +92,8 @@ def cross_entropy(logits, targets):
 
 
 def measure(model, batch):
-    """Returns a batch's cross-entropy in bits, and its number of bytes, for `shoal.evaluate`."""
+    """Returns a batch's total cross-entropy in bits, and its number of bytes. Called by
+    `shoal.evaluate`."""
     x, y = batch
     logits = model.predict(x.to(shoal.device()))
     return {

@@ -73,8 +73,9 @@ class Group:
         self._changed = threading.Condition()
 
     def gather(self, name: str, key: Any, part: Any) -> dict[str, Any]:
-        """Returns the parts of all members, by name. Must be called by every member with the same
-        key. Raises PeerLost if the group is broken or breaks before this worker has the result."""
+        """Returns the contributions of all members, by name. Every member must call it with the
+        same `key`, which identifies the all-reduce. `part`: contribution of this worker. Raises
+        PeerLost if the group is broken, or breaks before this worker has the result."""
         with self._changed:
             if self.broken:
                 raise PeerLost
@@ -173,7 +174,8 @@ class Worker:
     last_step: int
     state: State = State()
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """The number of steps committed so far, and the outcome, of each call to `take_step()`."""
+    """One entry for each call to `take_step()`: the number of steps committed so far, and the
+    outcome."""
     prepared: State | None = None
     """State after the step in progress, to be adopted if the step is committed."""
     after_step: Callable[[Worker], object] = lambda worker: None
@@ -259,8 +261,11 @@ def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
 def train(
     names: str, steps: int, faults: Iterable[Fault] = (), joiner: tuple[str, int] | None = None
 ) -> dict[str, Worker]:
-    """Trains to the end, and returns all workers, including dead ones. `names`: a letter for each.
-    `joiner`: name of a new worker, and the steps of the first worker after which it starts."""
+    """Trains to the end, and returns all workers, including dead ones.
+
+    `names`: a letter for each initial worker. `joiner`: name of a new worker, and the number of
+    steps that the first worker has committed when the new one starts.
+    """
     coordinator = Coordinator(names, faults)
     workers = {name: Worker(name, coordinator, steps) for name in names}
     threads = [threading.Thread(target=worker.run) for worker in workers.values()]

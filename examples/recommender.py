@@ -62,7 +62,8 @@ def click_log(
 
 
 def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """Returns the probability that a clicked sample has a higher score than one without a click."""
+    """Returns the probability that a random sample with a click has a higher score than a random
+    one without."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     clicks = clicked.sum()

@@ -27,7 +27,7 @@ def objective(trial: optuna.Trial) -> float:
 
 
 def is_pruned(trial_id: int, epoch: int, loss: float) -> bool:
-    """Reports the loss on one rank, and returns the pruner's decision on all ranks."""
+    """Reports the loss on one rank, and returns on all ranks whether to prune the trial."""
     decision = None
     for _ in range(shoal.world_size()):  # retries if the reporting rank dies
         if shoal.is_main_process():

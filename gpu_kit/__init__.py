@@ -1,8 +1,10 @@
-"""Runs the GPU tests and benchmarks on a machine without network: `make gpu-kit` where there is a
-package index, then `python3 -m gpu_kit run` on that machine.
+"""Runs the GPU tests and benchmarks on a machine without a network connection. First run `make
+gpu-kit` on a development machine that can reach a package index, then `python3 -m gpu_kit run` on
+the machine with the GPU.
 
-`wheels` decides which wheels the machine lacks; `packing` fetches them into `.gpu-kit`. On the
-machine `environment` installs them, `stages` lists what runs there in order of value, and `runner`
-runs it under time limits. `probe` asks the installed torch for the names that Shoal uses. Modules
-that run before the environment is ready import the standard library alone.
+On the development machine, `wheels` determines which wheels the GPU machine lacks, and `packing`
+downloads them into `.gpu-kit`. On the GPU machine, `environment` installs them, `stages` lists the
+tests and benchmarks in order of importance, and `runner` runs them under time limits. `probe`
+checks whether the installed torch has the names that Shoal uses. Modules that run before the
+environment is ready import only the standard library.
 """

@@ -1,6 +1,5 @@
-"""`python -m gpu_kit pack` on the development machine (make gpu-kit), `python3 -m gpu_kit run
-SECONDS` on the machine with the GPU.
-"""
+"""Command line of the kit: `python -m gpu_kit pack` on the development machine (`make gpu-kit`),
+and `python3 -m gpu_kit run SECONDS` on the machine with the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _DEFAULT_PACKAGES: Final = "torch==2.11.0+cu130\nnumpy==2.5.2\nsafetensors==0.8.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the commands; its exit status."""
+    """Runs one of the commands and returns its exit status."""
     options = _parse(arguments)
     if options.command == "pack":
         return _pack(options)

@@ -1,9 +1,9 @@
-"""Makes an environment on the machine without network: its own packages, the kit's wheels, Shoal's
-sources.
+"""Creates a Python environment on the machine without a network connection. It combines Shoal's
+sources, the kit's wheels and the packages that are installed on the machine, in this order of
+precedence.
 
-Sources win over wheels, and wheels over the machine's own packages. Shoal is not built there: the
-names, versions and entry points that an installation leaves beside the code are written from the
-sources' pyproject.toml. Standard library only.
+Shoal is not built there. Instead, the metadata that an installation would write (names, versions
+and entry points) is generated from the pyproject.toml files. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KIT: Final = ".gpu-kit"
 MANIFEST: Final = "kit.json"
 WHEELS: Final = "wheels"
 PLACE: Final = Path(tempfile.gettempdir()) / "shoal-gpu-kit"
-"""Directory of the environment: outside of the working tree, which may travel again."""
+"""Directory of the environment. It is outside of the working tree, which may be copied again."""
 _CHECK: Final = (
     "import torch, shoal; print('torch', torch.__version__, "
     "'CUDA', torch.cuda.is_available(), 'shoal', shoal.__version__)"
@@ -32,7 +32,7 @@ _CHECK: Final = (
 
 
 class SetupError(Exception):
-    """The environment cannot be made; the message says what to do."""
+    """Raised if the environment cannot be created; the message contains the remedy."""
 
 
 def python_of(place: Path = PLACE) -> Path:
@@ -41,11 +41,12 @@ def python_of(place: Path = PLACE) -> Path:
 
 
 def prepare(place: Path = PLACE, *, root: Path = ROOT) -> None:
-    """Makes the environment anew and checks that it imports torch and Shoal.
+    """Creates the environment, replacing an existing one, and checks that torch and Shoal can be
+    imported in it.
 
     Raises:
-        SetupError: there is no kit, or it is for another Python.
-        subprocess.CalledProcessError: pip or the check has failed; their output says why.
+        SetupError: there is no kit, or it is for a different version of Python.
+        subprocess.CalledProcessError: pip or the check has failed; its output shows the reason.
     """
     wheels = _wheels(root)
     shutil.rmtree(place, ignore_errors=True)
@@ -98,7 +99,8 @@ def _wheels(root: Path) -> list[Path]:
 
 
 def _write_programs(place: Path, root: Path) -> None:
-    """Writes Shoal's commands beside the interpreter, where tests and benchmarks look for them."""
+    """Writes Shoal's commands to the interpreter's directory, where tests and benchmarks look for
+    them."""
     for distribution in DISTRIBUTIONS:
         project = tomllib.loads((root / distribution / "pyproject.toml").read_text())["project"]
         for name, entry in project.get("scripts", {}).items():
@@ -110,7 +112,8 @@ def _write_programs(place: Path, root: Path) -> None:
 
 
 def _write_metadata(site: Path, project: dict[str, Any]) -> None:
-    """Writes what importlib.metadata reads of an installed distribution."""
+    """Writes the metadata of a distribution that importlib.metadata reads. `project`: the table
+    `project` of its pyproject.toml."""
     folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(

@@ -1,6 +1,5 @@
-"""Fills `.gpu-kit` on the development machine with the wheels that a machine without network lacks.
-Shoal itself travels as sources.
-"""
+"""Downloads the wheels that a machine without a network connection lacks, into `.gpu-kit` on the
+development machine. Shoal itself is copied as source code."""
 
 from __future__ import annotations
 
@@ -34,10 +33,13 @@ _MANYLINUX: Final = (
 
 
 def pack(machine: Machine, *, root: Path = ROOT) -> str:
-    """Fetches what the machine lacks, removes wheels of earlier plans, and returns a sentence about
-    what travels.
+    """Downloads the wheels that the machine lacks, and removes other wheels from the kit. Returns
+    a sentence about the number of wheels and the size of the working tree that is to be copied.
 
-    Raises PlanningError where the machine cannot be provided for, or too much would travel.
+    Raises:
+        PlanningError: the machine lacks torch, a package is not pinned, or the working tree would
+            be too large.
+        subprocess.CalledProcessError: pip could not download a wheel.
     """
     pins = parse_pins((root / "constraints.txt").read_text())
     missing = lacking(required(root), machine, pins=pins, requirements_of=_installed_requirements)
@@ -60,9 +62,7 @@ def pack(machine: Machine, *, root: Path = ROOT) -> str:
 
 
 def required(root: Path) -> list[Requirement]:
-    """Returns the requirements of Shoal's distributions and of the tests, without the distributions
-    themselves.
-    """
+    """Returns the third-party packages that Shoal's distributions and the tests require."""
     projects = [
         tomllib.loads((root / each / "pyproject.toml").read_text())["project"]
         for each in DISTRIBUTIONS
@@ -93,9 +93,10 @@ def _installed_requirements(name: str) -> Iterable[str]:
 
 
 def _open_folder(kit: Path, machine: Machine) -> Path:
-    """Returns the folder of wheels, emptied if they are for another Python or were not all fetched.
+    """Returns the folder for the wheels. Empties it if its wheels are for a different version of
+    Python, or if an earlier download was not completed.
 
-    The manifest is gone until all wheels are there again.
+    Deletes the manifest, which the caller writes again once all wheels are in the folder.
     """
     manifest, folder = kit / MANIFEST, kit / WHEELS
     if not manifest.exists() or json.loads(manifest.read_text())["python"] != machine.minor:
@@ -106,9 +107,8 @@ def _open_folder(kit: Path, machine: Machine) -> Path:
 
 
 def _to_fetch(missing: Mapping[str, str], folder: Path) -> list[str]:
-    """Returns the pins that `folder` has no wheel of, and removes wheels of other packages and
-    versions.
-    """
+    """Returns the packages in `missing` for which `folder` has no wheel, as `name==version`.
+    Removes wheels of other packages and versions."""
     there = {}
     for wheel in folder.glob("*.whl"):
         name, version, _, _ = parse_wheel_filename(wheel.name)
@@ -139,7 +139,8 @@ def _fetch(pins: list[str], machine: Machine, folder: Path) -> None:
 
 
 def _size_of_tree(root: Path) -> int:
-    """Bytes of the tracked and untracked files that git does not ignore, and of the kit."""
+    """Returns the total size in bytes of the kit and of all files in the working tree that git does
+    not ignore."""
     git = shutil.which("git")
     assert git is not None, "the working tree is git's"
     listed = subprocess.run(

@@ -1,8 +1,8 @@
-"""Describes the machine, and says which of the names that Shoal takes from torch the installed
-torch lacks.
+"""Prints a description of the machine, and checks whether the installed torch has the names that
+Shoal uses.
 
-Every line of something missing begins with MISSING; the exit status is 1 then. Needs no GPU, but
-what it says of a CPU build is little.
+For each missing name, prints a line that begins with MISSING; the exit status is then 1. Works
+without a GPU, but with a CPU build of torch it can check only a few names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMANDS = (
 
 
 def main() -> int:
-    """Prints all of it; 1 if something is missing."""
+    """Prints the description and the results. Returns 1 if a name is missing, otherwise 0."""
     for command in _COMMANDS:
         print(f"$ {' '.join(command)}\n{_output_of(command)}")
     print("programs:", {name: shutil.which(name) for name in ("cc", "c++", "nvcc", "ninja")})
@@ -58,7 +58,8 @@ def _answered(name: str, ask: Callable[[], Any]) -> bool:
 
 
 def _questions() -> list[tuple[str, Callable[[], Any]]]:
-    """Returns what is asked: a name, and what raises if torch lacks it."""
+    """Returns the checks: for each, a name to print, and a function that raises an exception if
+    torch lacks it."""
     found: list[tuple[str, Callable[[], Any]]] = [
         ("shoal", lambda: metadata.version("shoal")),
         ("torch.AcceleratorError", lambda: torch.AcceleratorError),

@@ -1,10 +1,11 @@
-"""Runs stages one after the other, each under its own limit and all under one, and records each
-result.
+"""Runs stages one after the other and records their results. Each stage has a time limit, and so
+does the entire run.
 
-Stages write straight into their files, so a run that is cut off leaves the results of every stage
-that ended and the output so far of the current one. A stage that exceeds its limit gets SIGINT, at
-which pytest reports what it has, then SIGKILL. No process of a stage outlives it, whatever its
-session or parent. Standard library only.
+Stages write directly to their output files. If the run is cut off, the results of finished stages
+and the output of the current stage so far are therefore preserved. A stage that exceeds its limit
+gets SIGINT, so that pytest reports its results so far, and then SIGKILL. All processes of a stage
+are killed when it ends, even those in other sessions or without a parent. Imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SUMMARY: Final = "summary.txt"
 _MARK: Final = "SHOAL_GPU_KIT_STAGE"
 _WORTH_STARTING_S: Final = 10.0
 _RESERVE_S: Final = 6.0
-"""Kept free at the end, for ending the last stage and writing the summary."""
+"""Time kept in reserve at the end, to stop the last stage and write the summary."""
 _REPORT_GRACE_S: Final = 5.0
 _NOTABLE: Final = re.compile(
     r"(=+ .*(passed|failed|error|skipped).*=+$|FAILED |ERROR |FIGURE |MISSING )"
@@ -38,18 +39,18 @@ _NOT_STARTED: Final = 127
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A command with a limit and a file for its output."""
+    """A command with a time limit and an output file."""
 
     name: str
     file: str
-    """Name of its output's file; several stages may share one."""
+    """Name of the output file; several stages may share one."""
     limit_s: float
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
-    """Name of an earlier stage: if that one failed in this run, this one is left out."""
+    """Name of an earlier stage. If that stage failed in this run, this stage is skipped."""
     essential: bool = False
-    """True if no later stage runs if it fails."""
+    """True if the run ends when this stage fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +59,26 @@ class Outcome:
 
     stage: str
     status: int | None
-    """Exit status; None: it did not end within its limit."""
+    """Exit status; None if the stage did not end within its time limit."""
     seconds: float
 
     @property
     def well(self) -> bool:
-        """True if it ended with 0."""
+        """True if the stage exited with status 0."""
         return self.status == 0
 
 
 class Runner:
-    """One run. Belongs to the thread that made it."""
+    """Runs the stages of one run. Belongs to the thread that created it."""
 
     def __init__(self, output: Path, *, limit_s: float, directory: Path) -> None:
-        """`limit_s`: for all stages together, from now. `directory`: where commands run."""
+        """Starts the clock of the run.
+
+        Args:
+            output: folder for the output files and the summary.
+            limit_s: time limit of all stages together, in seconds from now.
+            directory: working directory of the commands.
+        """
         output.mkdir(parents=True, exist_ok=True)
         self._output = output
         self._directory = directory
@@ -81,7 +88,7 @@ class Runner:
         self.outcomes: list[Outcome] = []
 
     def run(self, stages: Iterable[Stage]) -> bool:
-        """Runs the stages in order; returns whether all of them ran and ended with 0."""
+        """Runs the stages in order. Returns whether all of them ran and exited with status 0."""
         complete = True
         for stage in stages:
             reason = self._left_out(stage)
@@ -150,7 +157,8 @@ class Runner:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """Returns the exit status, or None if the process group was killed at the limit."""
+    """Waits for a process. Returns its exit status, or None if its process group was interrupted or
+    killed at the time limit."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(limit_s)
     for number, grace_s in ((signal.SIGINT, _REPORT_GRACE_S), (signal.SIGKILL, None)):
@@ -163,9 +171,8 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def _end_marked(mark: str) -> None:
-    """Kills every process that has inherited the mark, until none is left or the deadline has
-    passed.
-    """
+    """Kills all processes with the stage's mark in their environment, until none is left or a few
+    seconds have passed."""
     deadline = time.monotonic() + _REPORT_GRACE_S
     while (left := _marked(mark)) and time.monotonic() < deadline:
         for pid in left:
@@ -185,9 +192,8 @@ def _marked(mark: str) -> list[int]:
 
 
 def _excerpt(file: Path, start: int, *, well: bool) -> list[str]:
-    """Returns the lines of a stage's output for the summary: results, failures, and the end if it
-    failed.
-    """
+    """Returns the lines of a stage's output to include in the summary: results and failures, and
+    the last lines if the stage failed. `start`: position in the file at which its output begins."""
     with file.open("rb") as output:
         output.seek(start)
         lines = output.read().decode(errors="replace").splitlines()

@@ -1,6 +1,5 @@
-"""The stages that run on the machine, in order of value: what comes first is worth most if time
-runs out. Standard library only.
-"""
+"""The stages that run on the machine with the GPU. They are ordered by importance, because the last
+ones are left out if time runs out. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -20,21 +19,23 @@ _REHEARSAL_SLACK: Final = 4
 """Factor by which stages may take longer in a rehearsal, on a host with much other work."""
 _FIGURES: Final = "figures.txt"
 _ROWS: Final = "figures.jsonl"
-"""Every measured row, as soon as it was measured."""
+"""File to which each row is written as soon as it has been measured."""
 _PLUGINS: Final = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
-"""Named one by one: the machine may have others, whose warnings would be errors."""
+"""Pytest plugins to load. They are named individually, because the machine may have other plugins,
+whose warnings would be errors."""
 
 
 def chosen_stages(
     names: Sequence[str], python: Path, output: Path, *, rehearsal: bool = False
 ) -> list[Stage]:
-    """Returns the stages with these names in order of value; all of them for no names.
+    """Returns the stages with the given names, ordered by importance.
 
     Args:
-        names: members of `STAGE_NAMES`.
-        python: interpreter of the environment that the stage `setup` makes.
-        output: folder of the results.
-        rehearsal: take tiny sizes on the host, collect tests without running them.
+        names: members of `STAGE_NAMES`; empty: all stages (in a rehearsal, all except `setup`).
+        python: interpreter of the environment that the stage `setup` creates.
+        output: folder for the results.
+        rehearsal: True to run on the host with tiny sizes, and to collect tests without running
+            them.
     """
     stages = _all_stages(python, output, rehearsal=rehearsal)
     return [

@@ -1,6 +1,5 @@
-"""Decides which wheels a machine without network lacks, from the output of `pip list` there. Pure:
-it fetches and installs nothing.
-"""
+"""Determines which wheels a machine without a network connection lacks, from the output of `pip
+list` on that machine. Pure: it downloads and installs nothing."""
 
 from __future__ import annotations
 
@@ -18,32 +17,34 @@ TORCH = "torch"
 
 
 class PlanningError(Exception):
-    """The machine cannot be provided for: the message says what is missing and what to do."""
+    """Raised if no kit can be made for the machine. The message contains the cause and the
+    remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine without network: its Python, and the packages installed there."""
+    """The machine without a network connection: its version of Python and its installed
+    packages."""
 
     python: str
-    """Version of its interpreter: "3.12", or "3.12.3" where it matters to a requirement's marker.
-    """
+    """Version of its interpreter, such as "3.12"; or "3.12.3", if a requirement's marker depends on
+    the patch version."""
     installed: Mapping[str, str]
-    """Version by canonical package name."""
+    """Installed version of each package, by canonical name."""
 
     @property
     def minor(self) -> str:
-        """Major and minor version of its interpreter."""
+        """Major and minor version of the interpreter, such as "3.12"."""
         return ".".join(self.python.split(".")[:2])
 
     def has(self, name: str, wanted: SpecifierSet) -> bool:
-        """Returns whether a version that satisfies `wanted` is installed."""
+        """Returns whether a version of the package `name` that satisfies `wanted` is installed."""
         version = self.installed.get(name)
         return version is not None and wanted.contains(version, prereleases=True)
 
     def applies(self, marker: Marker | None, extras: Iterable[str]) -> bool:
-        """Returns whether a requirement with this marker holds on the machine, for one of the
-        extras or for none."""
+        """Returns whether a requirement with this marker applies on the machine, either without
+        extras or with one of `extras`."""
         return marker is None or any(
             marker.evaluate({**self._marker_environment(), "extra": extra})
             for extra in ("", *extras)
@@ -65,10 +66,10 @@ class Machine:
 
 
 def parse_pip_list(text: str) -> dict[str, str]:
-    """Returns version by canonical name from the output of `pip list`, in any of its formats
-    (columns, freeze, json).
+    """Parses the output of `pip list` in any of its formats (columns, freeze, json). Returns the
+    version of each package by canonical name.
 
-    Raises PlanningError where a line is in none of them.
+    Raises PlanningError for a line in any other format.
     """
     if text.lstrip().startswith("["):
         return {canonicalize_name(each["name"]): each["version"] for each in json.loads(text)}
@@ -92,7 +93,7 @@ def parse_pip_list(text: str) -> dict[str, str]:
 
 
 def parse_pins(constraints: str) -> dict[str, str]:
-    """Returns version by canonical name from a constraints file."""
+    """Parses a constraints file. Returns the pinned version of each package by canonical name."""
     pins = {}
     for line in constraints.splitlines():
         pin = line.partition("#")[0].partition(";")[0].strip()
@@ -109,15 +110,21 @@ def lacking(
     pins: Mapping[str, str],
     requirements_of: Callable[[str], Iterable[str]],
 ) -> dict[str, str]:
-    """Returns the packages that the machine lacks, with the pinned version of each, for `roots` and
-    all that they require.
+    """Returns the packages that the machine lacks, each with its pinned version. These are the
+    packages in `roots` and, recursively, the requirements of missing packages.
 
-    A package counts as there if its version satisfies every requirement, and what it requires
-    itself is not asked for then. `requirements_of` gives the requirements of a package by its
-    canonical name.
+    An installed package is not missing if its version satisfies all requirements; its own
+    requirements are then not examined.
 
-    Raises PlanningError where torch is missing or of another version than required, or where a
-    package is not pinned.
+    Args:
+        roots: requirements to satisfy.
+        machine: the machine.
+        pins: pinned version of each package by canonical name.
+        requirements_of: returns the requirements of a package, given its canonical name.
+
+    Raises:
+        PlanningError: torch is missing or does not have the required version, or a missing package
+            is not pinned.
     """
     wanted: dict[str, SpecifierSet] = {}
     missing: dict[str, str] = {}

@@ -1,8 +1,9 @@
-"""T17, the failure benchmark: the time that each system needs for the same training run while one
-seeded schedule of faults kills its workers and keeps their places absent for a while.
+"""T17, the failure benchmark: the time that each system needs for the same training run under the
+same seeded schedule of faults. A fault kills a worker and delays its replacement for a while (the
+absence).
 
 `schedule` draws the faults and `injector` carries them out. `systems` starts each system's workers
-(`benchmarks.workers.failures`), which record in ledgers which samples they try and commit.
-`account` derives from the ledgers what counts in the final parameters. `runs` measures one run, and
-`table` makes the table and its plot.
+(`benchmarks.workers.failures`). The workers record in ledgers which samples they have trained and
+which steps they have committed. From the ledgers, `account` determines which steps contributed to
+the final parameters. `runs` measures one run, and `table` makes the table and its plot.
 """

@@ -1,9 +1,11 @@
-"""Determines what contributed to the final parameters of a run, from the ledgers of its workers.
+"""Determines which attempts at steps contributed to the final parameters of a run, from the ledgers
+of its workers.
 
-A step counts as the newest membership committed it. If workers returned to a checkpoint and
-repeated the step, the earlier attempt has left no trace in the parameters. If one process committed
-a step in two memberships, both count, because its parameters have changed twice. Nothing is
-measured here.
+An attempt is a step in one membership, an agreed group of workers. Usually only the last committed
+attempt at a step contributes ("counts"): if workers returned to a checkpoint and repeated the step,
+the earlier attempt has left no trace in the parameters. If one process committed a step in two
+memberships, both attempts count, because the process has changed its parameters twice. This module
+measures nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from benchmarks.workers.failures.ledger import Attempt, Entries
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Samples and steps of a run that has ended."""
+    """Number of lost and repeated samples and steps of a finished run."""
 
     never: int
-    """Samples that were not trained in any step that counts."""
+    """Number of samples that were not trained in any attempt that counts."""
     twice: int
-    """Number of times that samples were trained again after their first time."""
+    """Number of times that a sample was trained again, in attempts that count."""
     redone: int
-    """Steps that were started but do not count, because they were aborted or undone."""
+    """Number of attempts that do not count, because they were aborted or undone."""
     digests: frozenset[str]
     """Digests of the final parameters. If there is more than one, the workers' parameters
     differ."""
 
 
 def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:
-    """Returns the account of a run of this many steps, which should train each of this many samples
-    once."""
+    """Returns the account of a run. `steps`: number of steps of the run. `samples`: number of
+    samples, each of which should be trained once."""
     entries = list(entries)
     tried: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     newest: dict[int, tuple[int, int]] = {}
@@ -57,8 +59,9 @@ def account(entries: Iterable[Entries], *, steps: int, samples: int) -> Account:
 def _committed_again(
     attempts: Sequence[Attempt], counts: set[tuple[int, int]]
 ) -> set[tuple[int, int]]:
-    """Returns the steps that one process committed both in a membership that counts and in other
-    memberships."""
+    """Returns attempts of one process as pairs of step and membership: for each step of which the
+    process committed an attempt in `counts`, all attempts that it committed. `attempts`: attempts
+    of the process."""
     groups: defaultdict[int, set[int]] = defaultdict(set)
     for attempt in attempts:
         if attempt.committed_ns is not None:
@@ -72,8 +75,8 @@ def _committed_again(
 
 
 def reached(entries: Iterable[Entries]) -> list[tuple[int, int]]:
-    """Returns when each step was first committed in each membership: times (CLOCK_MONOTONIC, ns)
-    and steps, ordered by time. Steps that were undone are included."""
+    """Returns pairs (time in ns by CLOCK_MONOTONIC, step), ordered by time: when a step was first
+    committed in each membership. Includes steps that were undone later."""
     first: dict[tuple[int, int], int] = {}
     for attempt in _attempts(entries):
         if attempt.committed_ns is not None:
@@ -85,8 +88,9 @@ def reached(entries: Iterable[Entries]) -> list[tuple[int, int]]:
 def reduced_s(
     entries: Iterable[Entries], kills_ns: Sequence[int], *, ranks: int, end_ns: int
 ) -> float:
-    """Returns the total time from each kill until a newer membership with all ranks has committed a
-    step, or until the end. Overlapping periods count once."""
+    """Returns the seconds during which not all ranks were training: from each kill until a newer
+    membership with all `ranks` has committed a step, or until `end_ns`. Overlapping periods count
+    once."""
     commits = sorted(
         (attempt.committed_ns, attempt.group, attempt.world_size)
         for attempt in _attempts(entries)

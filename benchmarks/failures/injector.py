@@ -14,8 +14,8 @@ from benchmarks.workers.failures.ledger import Entries, Ledgers
 
 
 class Injector:
-    """Watches one run by its ledgers, kills its workers and keeps their places absent. It is polled
-    from the harness's thread."""
+    """Follows one run through its ledgers, kills workers, and delays their replacements. The
+    benchmark's main thread polls it by calling `over`."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Injector:
         Args:
             system: started workers.
             ledgers: their ledgers.
-            absent: file that keeps new workers from joining while it exists.
-            faults: their times count from `begun_ns`.
-            ranks: workers at full strength.
-            steps: number of the last step; no fault comes after it.
+            absent: file that keeps new workers from joining as long as it exists.
+            faults: faults to carry out; their times are relative to `begun_ns`.
+            ranks: number of workers when none is absent.
+            steps: number of the last step; no fault occurs after it.
         """
         self._system = system
         self._ledgers = ledgers
@@ -48,11 +48,12 @@ class Injector:
         """Time at which all workers first committed a step together; 0 before that."""
         self.kills_ns: list[int] = []
         self.returns_ns: list[int] = []
-        """Ends of the absences; one fewer than the kills while a place is absent."""
+        """Times at which absences ended. There is one fewer than there are kills while a worker is
+        absent."""
 
     def over(self) -> bool:
-        """Carries out the faults that are due. Returns whether all workers that took the last step
-        have finished."""
+        """Carries out the faults that are due. Returns whether the run is over, that is, whether
+        all workers that took the last step have finished."""
         self._ledgers.read()
         if not self.begun_ns:
             self.begun_ns = self._begun()

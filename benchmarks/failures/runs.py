@@ -35,24 +35,26 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run. Times count from the moment when all workers had taken their first step together."""
+    """Measurements of one run. Unless noted otherwise, times are in seconds since all workers had
+    taken their first step together."""
 
     time_s: float
     """Time until a worker had committed the last step."""
     progress: Sequence[tuple[float, int]]
-    """Times and steps, including steps that were undone."""
+    """Pairs (time, step) for all committed steps, including steps that were undone later."""
     absences: Sequence[tuple[float, float]]
-    """Times of each kill: the kill itself, and the moment from which a replacement may join."""
+    """For each kill, the time of the kill and the time from which a replacement could join."""
     missing_s: float
-    """Capacity that was actually missing: the sum of the absences divided by the number of
-    workers."""
+    """Missing capacity, expressed as a time: the total duration of all absences divided by the
+    number of workers."""
     reduced_s: float
-    """Time in which not all workers took steps together."""
+    """Total time during which not all workers took steps together."""
     account: Account
     saved_s: Sequence[float]
     """Duration of each checkpoint in seconds."""
     launch_s: float
-    """Seconds from the command until all workers had taken their first step together."""
+    """Seconds from the start of the command until all workers had taken their first step
+    together."""
 
     @property
     def step_s(self) -> float:
@@ -75,14 +77,17 @@ def run(
     *,
     longest_s: float = LONGEST_S,
 ) -> Run:
-    """Runs it to the end. Raises MeasurementError.
+    """Performs a run under one system and measures it.
 
     Args:
-        name: name of the system, for errors.
-        start: starts the workers.
+        name: name of the system, used in errors.
+        start: function that starts the system's workers.
         extent: size of the run.
-        faults: in order.
-        longest_s: limit of the run; half of it for its launch.
+        faults: faults to inject, in order.
+        longest_s: maximum duration in seconds; at most half of it until the first common step.
+
+    Raises:
+        MeasurementError: the run failed or took too long.
     """
     with Stage() as stage:
         directory = stage.directory / "ledgers"

@@ -1,9 +1,9 @@
-"""The faults of T17, drawn from a seed: times, victims and absences. Nothing is killed here.
+"""Draws the faults of T17 (times, victims and absences) from a seed. This module kills nothing.
 
-The gaps between kills are a shortest gap, in which one absence and the recovery from it fit, plus
-an exponentially distributed time, as for independent failures. Only one worker is therefore absent
-at a time. With the same seed, every system gets the same faults at the same times after its first
-step; a slower system meets later faults as well.
+The time between two kills is a shortest gap plus an exponentially distributed time, as for
+independent failures. The shortest gap is long enough for one absence and the recovery from it, so
+only one worker is absent at a time. With the same seed, every system gets the same faults at the
+same times after its first step. A system that needs more time for the run gets additional faults.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A worker is killed, and its place is absent for a while."""
+    """A fault: a worker is killed, and no replacement may join for a while."""
 
     at_s: float
-    """Time since the first step of all workers."""
+    """Time of the kill, in seconds since all workers had taken their first step together."""
     victim: float
-    """Place of the victim among the workers that are alive, as a number from 0 to 1."""
+    """Position of the victim in the list of living workers, as a fraction of its length."""
     absent_s: float
     """Time from the kill until a replacement may join."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Average frequency and duration of the faults, and the seed that draws them."""
+    """Distribution of the faults' times and durations, and the seed from which faults are drawn."""
 
     mean_gap_s: float
-    """Mean time between two kills, or before the first."""
+    """Mean time between two kills, and before the first kill, in seconds."""
     shortest_gap_s: float
     longest_absence_s: float
-    """Longest absence. Absences are uniformly distributed between a tenth of it and all of it."""
+    """Longest absence in seconds. Absences are uniformly distributed between a tenth of it and the
+    longest."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,7 +45,8 @@ class Schedule:
             )
 
     def slowed(self, factor: float) -> Schedule:
-        """Returns the same schedule with all times and absences multiplied by a factor."""
+        """Returns a schedule whose times and absences are multiplied by `factor`, with the same
+        seed."""
         return replace(
             self,
             mean_gap_s=factor * self.mean_gap_s,

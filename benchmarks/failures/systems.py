@@ -1,6 +1,7 @@
 """Starts the workers of T17 under each system.
 
-Each system has the best settings that were found for this task; the command in its row shows them.
+Each system runs with the best settings that were found for this task. The command in its row of the
+table shows them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _QUIET: Final = {"RUST_LOG": "error"}
 
 
 def shoal_words(ranks: int, more: Sequence[str]) -> list[str]:
-    """Returns the arguments of `shoal` for the training, without those of the task."""
+    """Returns the arguments of `shoal` that start the training script, without the arguments that
+    describe the task. `more`: additional flags of the script."""
     return [
         *("run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"),
         *("-m", f"{_WORKERS}.train_shoal", *more),
@@ -46,7 +48,8 @@ def start_shoal(stage: Stage, task: Task, *, more: Sequence[str]) -> System:
 
 
 def torchrun_words(ranks: int, checkpoint_every: int) -> list[str]:
-    """Returns the arguments of `torchrun` for the training, without those of the task."""
+    """Returns the arguments of `torchrun` that start the training script, without the arguments
+    that describe the task. `checkpoint_every`: steps between two checkpoints."""
     return [
         *("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"),
         *("--monitor-interval", "0.05", "-m", f"{_WORKERS}.train_ddp"),
@@ -55,8 +58,8 @@ def torchrun_words(ranks: int, checkpoint_every: int) -> list[str]:
 
 
 def start_torchrun(stage: Stage, task: Task, *, checkpoint_every: int) -> System:
-    """Starts one agent, which restarts all workers after a death. T1 shows that one agent per
-    worker takes longer."""
+    """Starts a single torchrun agent, which restarts all workers after a death. T1 shows that
+    recovery takes longer with one agent per worker."""
     words = torchrun_words(task.ranks, checkpoint_every)
     return WithLauncher(
         stage, [beside_python("torchrun"), *words, *task.arguments()], STORE_PER_START
@@ -64,8 +67,9 @@ def start_torchrun(stage: Stage, task: Task, *, checkpoint_every: int) -> System
 
 
 def start_torchft(stage: Stage, task: Task) -> System:
-    """Starts the lighthouse, and each replica in a shell loop that restarts it whenever it fails.
-    The settings are the best ones in T1. Raises MeasurementError if torchft is not installed."""
+    """Starts torchft's lighthouse, and each replica in a shell loop that restarts it whenever it
+    fails. Uses the settings that were best in T1. Raises MeasurementError if torchft is not
+    installed."""
     peers.torchft_version()
     port = free_port()
     stage.start("lighthouse", lighthouse_of(TUNED, port=port, min_replicas=task.ranks - 1))
@@ -87,8 +91,8 @@ def start_torchft(stage: Stage, task: Task) -> System:
 
 
 def start_reconfigure(stage: Stage, task: Task) -> System:
-    """Starts the keeper of the membership, and each rank in a shell loop that restarts it. Raises
-    MeasurementError if no torch with `_reconfigure` is installed."""
+    """Starts the process that keeps the list of members, and each rank in a shell loop that
+    restarts it. Raises MeasurementError if no torch with `_reconfigure` is installed."""
     python, _ = reconfiguring_python()
     words = (str(python), "-m", f"{_WORKERS}.train_reconfigure", *task.arguments())
     stage.start("keeper", [*words, "--keeper"])

@@ -1,4 +1,5 @@
-"""T17: each system's time to the same number of steps under one schedule of faults."""
+"""T17: the time that each system needs for the same number of steps under the same schedule of
+faults."""
 
 from __future__ import annotations
 
@@ -66,12 +67,13 @@ class Measured:
     faulty: Run | None = None
     failure: str = ""
     of_ddp: float | None = None
-    """The time, divided by the time of torch DDP without faults."""
+    """Duration of the run with faults, divided by that of torch DDP without faults."""
 
     @property
     def of_allowed(self) -> float | None:
-        """The time, divided by the time that the target allows: 1.05 times the time without faults
-        plus the missing capacity. None: not measured."""
+        """Duration of the run with faults, divided by the duration that the target allows: 1.05
+        times the duration without faults, plus the missing capacity (`Run.missing_s`). None if not
+        measured."""
         if self.without is None or self.faulty is None:
             return None
         allowed_s = OF_ALLOWED * self.without.time_s + self.faulty.missing_s
@@ -79,7 +81,7 @@ class Measured:
 
     @property
     def same_bits(self) -> bool:
-        """Returns whether the final parameters are identical to those of the run without faults."""
+        """True if the final parameters are identical to those of the run without faults."""
         return bool(
             self.without is not None
             and self.faulty is not None
@@ -103,7 +105,7 @@ def _shoal(strategy: str, *, deterministic: bool) -> Candidate:
 
 
 def candidates(checkpoint_every: int) -> list[Candidate]:
-    """Returns all systems. torchrun saves a checkpoint at this interval in steps."""
+    """Returns all systems. `checkpoint_every`: number of steps between torchrun's checkpoints."""
     return [
         Candidate(
             name="torchrun, checkpoints",
@@ -129,14 +131,15 @@ def candidates(checkpoint_every: int) -> list[Candidate]:
 
 
 def interval(*, saving_s: float, step_s: float, mean_gap_s: float) -> int:
-    """Returns the number of steps between checkpoints that loses the least time: the square root of
-    twice the cost of a checkpoint times the mean time between failures (Young, CACM 17(9), 1974;
-    Daly, FGCS 22, 2006)."""
+    """Returns the number of steps between checkpoints for which the least time is lost. The optimal
+    interval is the square root of twice the cost of a checkpoint times the mean time between
+    failures (Young, CACM 17(9), 1974; Daly, FGCS 22, 2006)."""
     return max(1, round(math.sqrt(2 * saving_s * mean_gap_s) / step_s))
 
 
 def measure(options: Options) -> Table:
-    """Runs the benchmark described in the module. About half an hour; quick: about 15 minutes."""
+    """Runs the benchmark described in the module. Takes about half an hour; with `quick`, about 15
+    minutes."""
     schedule = QUICK_SCHEDULE if options.quick else SCHEDULE
     lasting_s = QUICK_NO_FAULTS_S if options.quick else NO_FAULTS_S
     measured = [each for model in _MODELS for each in _of_model(model, schedule, seconds=lasting_s)]
@@ -243,7 +246,7 @@ def _measured(
 
 
 def _say(line: str) -> None:
-    """Prints the progress, because the table takes half an hour."""
+    """Prints a line about the progress of the benchmark, which takes half an hour."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -297,7 +300,8 @@ def row(measured: Measured) -> Row:
 
 
 def _thinned(progress: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Returns at most this many points, including all points at which the steps decrease."""
+    """Returns about `_POINTS` of the points, evenly spaced. Also includes the points before and
+    after each return to an earlier step."""
     stride = max(1, len(progress) // _POINTS)
     return [
         point

@@ -1,11 +1,15 @@
-"""Figures of one CUDA device: `python -m benchmarks.gpu`, `make bench-gpu`. Without a device, it
-measures nothing and reports this.
+"""Benchmarks on a single CUDA device: `python -m benchmarks.gpu`, `make bench-gpu`. Without a
+device, they print a message and measure nothing.
 
-`steps` takes training steps of a small model in several ways; `traces` counts the operations that
-the host queued on the device in them; `groups` measures copies to the host, and the cost of a group
-of one rank over NCCL. `decoder` is a model of 1.3 billion parameters: `large` compares systems on
-it, `coordinator` a worker of a job with a world of one, and `checkpoint` times the pause of a
-checkpoint. `pair` has two ranks of plain torch share the device over NCCL, and `recovery` splits
-what a death costs into its parts. Figures are shown beside those of plain torch on the same device
-if there are any; nothing is judged. `context` is passed to each part.
+- `steps` takes training steps of a small model in several ways, and `traces` counts the operations
+  that the host queues on the device in these steps.
+- `groups` measures copies to the host, and the cost of an NCCL group with a single rank.
+- `decoder` is a model of 1.3 billion parameters. With it, `large` compares several systems,
+  `coordinator` compares a worker of a job with a process without services, and `checkpoint`
+  measures the pause caused by a checkpoint.
+- `pair` runs two ranks of plain torch that share the device over NCCL.
+- `recovery` splits the time lost by a worker's death into its parts.
+
+Where plain torch can do the same, its figures on the same device are shown too. There are no
+targets. A `context` is passed to each part.
 """

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.gpu [PART ...]`: measures one CUDA device, prints the tables and writes
-them as JSON and Markdown. If there is none, it skips the measurement and prints the reason.
+"""Runs benchmarks on one CUDA device, prints the tables and writes them as JSON and Markdown:
+`python -m benchmarks.gpu [PART ...]`. If there is no device, prints the reason and measures
+nothing.
 
-`--device cpu` is a rehearsal on the host with tiny sizes: it shows that a part works, but its
+`--device cpu` is a rehearsal on the host with tiny sizes. It shows that a part works, but its
 figures say nothing about any device. Parts that need a device (copies, groups) are then omitted.
 """
 
@@ -182,8 +183,8 @@ def _copies(context: Context) -> Table:
 
 
 def _medians(name: str, ones: groups.GroupsOfOne, of: str) -> Row:
-    """Returns a row with the median of one of the lists of seconds, and the memory that its groups
-    have lost."""
+    """Returns a row with the median of a list of durations, and the device memory that was not
+    freed. `of`: name of the list, an attribute of `ones`."""
     seconds: tuple[float, ...] = getattr(ones, of)
     cells = {
         "ms": f"{1e3 * statistics.median(seconds):.1f}",

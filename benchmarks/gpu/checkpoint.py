@@ -1,4 +1,4 @@
-"""Pause of training for a checkpoint of 16 GB, and the time to write it."""
+"""Measures how long a checkpoint of 16 GB pauses training, and how long it takes to write it."""
 
 from __future__ import annotations
 

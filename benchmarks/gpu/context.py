@@ -1,5 +1,5 @@
-"""The context of every part of `python -m benchmarks.gpu`: where and how much to measure, and where
-to write each row as soon as it is measured."""
+"""The context that is passed to each part of `python -m benchmarks.gpu`: the device, the sizes, and
+the file to which each row is written as soon as it has been measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_TARGET: Final = "none: figures of a device, to be looked at"
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """One run on one device, or its rehearsal on the host."""
+    """Settings of a run on one device, or of its rehearsal on the host."""
 
     device: torch.device
     what: str
@@ -35,7 +35,7 @@ class Context:
 
     @property
     def rehearsal(self) -> bool:
-        """True for tiny sizes, whose figures are meaningless."""
+        """True if the run is a rehearsal on the host, with tiny sizes and meaningless figures."""
         return self.device.type == "cpu"
 
     def settle(self) -> None:
@@ -44,10 +44,11 @@ class Context:
             torch.cuda.synchronize(self.device)
 
     def measured(self, part: str, name: str, measure: Callable[[], Row]) -> Row:
-        """Returns the result of `measure`, or a row with its error, and writes it to `rows` and to
-        standard output.
+        """Calls `measure`, and writes its row to `rows` and to standard output. Returns the row, or
+        a row with the error if `measure` raises one.
 
-        Afterwards, the memory that it used is free: an error's traceback would keep a model alive.
+        The memory that `measure` used has been freed when this returns. The error is therefore not
+        kept, because its traceback would keep a model alive.
         """
         try:
             row = measure()

@@ -1,5 +1,5 @@
-"""Cost of a step in a worker of `shoal run`, with a coordinator, compared with a step in a world of
-one without services."""
+"""Compares a training step in a worker of `shoal run`, which has a coordinator, with a step in a
+world of one rank without services."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _REHEARSAL_TIMEOUT_S: Final = 200.0
 
 
 def measure(context: Context) -> Table:
-    """Trains in a single process, then in one under a launcher and a coordinator. Takes less than a
-    minute."""
+    """Trains in a process without services, then in a worker of a job with a launcher and a
+    coordinator. Takes less than a minute."""
     rows = tuple(
         context.measured(
             "coordinator", name, lambda name=name, under=under: _row(context, name, under=under)
@@ -67,7 +67,8 @@ def _row(context: Context, name: str, *, under: bool) -> Row:
 
 
 def main() -> None:
-    """Measures in this process, which may be a worker of a job."""
+    """Trains in this process and writes the figures to a file. The process may be a worker of a
+    job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--output", type=Path, required=True)

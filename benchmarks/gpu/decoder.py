@@ -1,8 +1,8 @@
 """A decoder of 1.3 billion parameters, its data, and the ways in which systems train it on one
 device.
 
-In a world of one, nothing is sent, so the systems differ only in what they add on the host and in
-memory.
+With a single rank, nothing is sent, so the systems differ only in the work that they add on the
+host and in the memory that they use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `shoal.as_distributed`."""
     autocast: bool = True
-    """True if autocast casts parameters to bf16; otherwise the system casts all of them."""
+    """True if autocast casts parameters to bf16 where they are used; False if the system itself
+    casts all parameters."""
     fused: bool = True
     recompute: bool = False
     """True if activations are recomputed in the backward pass, block by block."""
@@ -76,7 +77,7 @@ class Recipe:
 
 
 class Block(nn.Module):
-    """Causal attention, then a perceptron."""
+    """Causal attention, then an MLP."""
 
     def __init__(self, width: int, heads: int, *, recompute: bool) -> None:
         super().__init__()
@@ -129,18 +130,17 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of a training."""
+    """Measurements of training under one recipe."""
 
     parameters: int
     step_s: float
-    """Mean time of a step if the host does not wait after each step."""
+    """Mean duration of a step if the host does not wait for the device after each step."""
     synced_s: float
-    """Median time of a step, measured until the device is idle."""
+    """Median duration of a step, measured until the device is idle."""
     host_s: float
     """Mean time that the host spends on a step."""
     warm_s: float
-    """Time of all steps before the timed ones, in which memory is allocated and code is
-    compiled."""
+    """Total duration of the warm-up steps, in which memory is allocated and code is compiled."""
     tokens_per_s: float
     mfu: float | None
     """Fraction of the device's peak operations per second; None: the device is unknown."""
@@ -149,7 +149,7 @@ class Figures:
 
 
 class Training:
-    """A model under one recipe, and its steps. Belongs to the thread that created it."""
+    """A model that is trained according to one recipe. Belongs to the thread that created it."""
 
     def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
         self.size, self.device = size, device
@@ -194,7 +194,7 @@ class Training:
             torch.cuda.synchronize(self.device)
 
     def warm_up(self) -> float:
-        """Takes the steps that are not timed and returns their total time in seconds."""
+        """Takes the warm-up steps, and returns their total duration in seconds."""
         begun = time.perf_counter()
         for _ in range(self.size.warm):
             self.step()
@@ -202,7 +202,7 @@ class Training:
         return time.perf_counter() - begun
 
     def figures(self) -> Figures:
-        """Warms up and measures."""
+        """Takes the warm-up steps, then measures the timed steps."""
         warm_s = self.warm_up()
         on_device = self.device.type == "cuda"
         if on_device:
@@ -228,17 +228,16 @@ class Training:
         )
 
     def _flops_per_token(self) -> float:
-        """Returns the operations per token for forward and backward pass: 6 for each weight that is
-        multiplied, plus attention, half of which is masked (PaLM, appendix B)."""
+        """Returns the floating-point operations per token in the forward and backward passes: 6 for
+        each weight of a matrix multiplication, plus those of attention, half of which is masked
+        (PaLM, appendix B)."""
         return 6.0 * self._multiplied + 6.0 * self.size.layers * self.size.width * self.size.tokens
 
 
 def in_world_of_one(recipe: Recipe, device: torch.device, call: Callable[[], Any]) -> Any:
-    """Calls `call` in the world that the recipe's system needs (a process group of one, a session
-    of one, or none), and returns its result.
-
-    In a worker of a job, it is called in the same way as for Shoal's recipes.
-    """
+    """Calls `call` and returns its result. First creates the world of one rank that the recipe's
+    system needs: a process group for DDP and FSDP2, a session for Shoal, nothing for plain
+    torch."""
     if recipe.system in ("ddp", "fsdp2"):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -261,7 +260,8 @@ def in_world_of_one(recipe: Recipe, device: torch.device, call: Callable[[], Any
 def _set_up(
     recipe: Recipe, module: Decoder, dataset: TensorDataset, size: Size, device: torch.device
 ) -> tuple[Any, torch.optim.Optimizer, Iterator[Any]]:
-    """Returns the model, the optimizer and endless batches of the recipe's system."""
+    """Returns the model, the optimizer and an endless iterator over batches, as the recipe's system
+    provides them."""
     options: dict[str, Any] = {"pin_memory": True} if device.type == "cuda" else {}
     fused = recipe.fused and not (recipe.options.get("offload") == "cpu" and device.type == "cuda")
     if recipe.system == "shoal":

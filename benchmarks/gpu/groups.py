@@ -1,8 +1,8 @@
-"""Copies between a device and the host, and the cost of a group of one rank over NCCL: connecting,
-leaving, and collectives that the host waits for one by one or all at once.
+"""Measures copies between a device and the host, and the cost of an NCCL group with a single rank:
+connecting, leaving, and collectives for which the host waits one by one or all at once.
 
-In Shoal, a world of one has no group; here, one is forced. Nothing is sent, so only the cost of the
-host and the library remains.
+With a single rank, Shoal usually has no group; these benchmarks create one nevertheless. Nothing is
+sent, so only the cost of the host and of the library is measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Copied:
     mib: int
     pinned: bool
     bytes_per_s: tuple[float, ...]
-    """Rate of each copy, from its start until the device has completed it."""
+    """Rate of each copy, measured from its start until the device has completed it."""
 
 
 def copies(device: torch.device) -> list[Copied]:
@@ -62,7 +62,7 @@ def copies(device: torch.device) -> list[Copied]:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsOfOne:
-    """Groups that were created and destroyed, one after the other."""
+    """Measurements of groups of one rank that were created and destroyed one after the other."""
 
     connect_s: tuple[float, ...]
     leave_s: tuple[float, ...]
@@ -77,9 +77,11 @@ def come_and_go(
     split: bool = False,
     finalize: bool = False,
 ) -> GroupsOfOne:
-    """Repeatedly creates a group of one, sums something in it, and leaves it. `split`: splits it
-    off another group. `finalize`: leaves it as all ranks do at the end of a run, instead of
-    aborting it."""
+    """Repeatedly creates a group of one rank, performs an all-reduce in it, and leaves it.
+
+    `split`: True to split each group off another one. `finalize`: True to leave each group as all
+    ranks do at the end of a run; False to abort it.
+    """
     whole = alone(make()) if split else None
     connect_s, leave_s, free = [], [], []
     for _ in range(groups + 2):
@@ -109,7 +111,7 @@ class Collectives:
     """Total time in seconds if only the device waits for each all-reduce, and the host waits once
     at the end."""
     started_s: float
-    """Part of `ordered_s` that passes before the host waits."""
+    """Part of `ordered_s` that passes before the host starts to wait."""
 
 
 def collectives(make: Callable[[], CudaDevice]) -> Collectives:
@@ -134,8 +136,8 @@ def collectives(make: Callable[[], CudaDevice]) -> Collectives:
 
 
 def alone(device: CudaDevice, whole: NCCLBackend | None = None) -> NCCLBackend:
-    """Returns a group of one rank that has a communicator nevertheless and has summed something. If
-    `whole` is given, the group is split off it."""
+    """Returns a group of one rank with an NCCL communicator, after a first all-reduce. If `whole`
+    is given, the group is split off it."""
     backend = NCCLBackend(device)
     if whole is not None:
         os.environ["SHOAL_NCCL_SPLIT"] = "1"

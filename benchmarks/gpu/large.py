@@ -1,5 +1,5 @@
-"""Tokens per second, MFU and peak memory for 1.3 billion parameters in bf16: plain torch, DDP,
-FSDP2 and Shoal in one run."""
+"""Measures tokens per second, MFU and peak memory of training a model of 1.3 billion parameters in
+bf16, with plain torch, DDP, FSDP2 and Shoal."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ COLUMNS: Final = (
 
 
 def measure(context: Context) -> Table:
-    """Measures every recipe. About two minutes on an H100."""
+    """Measures every recipe. Takes about two minutes on an H100."""
     rows = measure_recipes(context, RECIPES)
     return Table(
         key="gpu-large",

@@ -1,9 +1,9 @@
-"""Two ranks of plain torch on one GPU over NCCL: whether they connect, which collectives work, and
-what an abort does.
+"""Two ranks of plain torch share one GPU over NCCL. The benchmark shows whether they connect, which
+collectives work, and how an abort behaves.
 
-No code here is Shoal's, so a failure is caused by torch, NCCL or the machine. Non-blocking
-communicators come first, as Shoal makes them, then blocking ones. At the end, rank 1 is stopped or
-killed, and rank 0 aborts an all-reduce that is waiting for it.
+It uses none of Shoal's code, so a failure is caused by torch, NCCL or the machine. The first pair
+of ranks uses non-blocking communicators, as Shoal does; the second uses blocking ones. At the end,
+rank 1 is stopped or killed, and rank 0 aborts an all-reduce that is waiting for rank 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def measure(context: Context) -> Table:
 
 
 def _pair(context: Context, mode: str, fault: str) -> list[Row]:
-    """Returns the rows of one pair, including rows that it wrote before it hung."""
+    """Runs one pair and returns its rows. If the pair hangs, returns the rows that it wrote before
+    that."""
     os_device = "cpu" if context.rehearsal else "cuda"
     environment = {**WATCHDOG, "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(mode == "non-blocking"))}
     environment |= {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30", "NCCL_DEBUG": "WARN"}
@@ -132,7 +133,8 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
 
 
 class _Rank:
-    """One of the two ranks, which take the same steps in the same order. Rank 0 writes the rows."""
+    """One of the two ranks. Both carry out the same steps of the benchmark in the same order. Rank
+    0 writes the rows."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank: int = options.rank
@@ -151,8 +153,8 @@ class _Rank:
         self._steps = 0
 
     def step(self, name: str, call: Callable[[], str]) -> bool:
-        """Takes one step and, on rank 0, writes its row. Returns whether the step succeeded.
-        Afterwards the ranks wait for each other."""
+        """Carries out one step of the benchmark by calling `call`. On rank 0, also writes its row.
+        Returns whether the step succeeded on this rank."""
         failure = result = ""
         begun = time.perf_counter()
         with _longest_stall() as stall:
@@ -298,8 +300,8 @@ class _Rank:
         return f"{1e6 * issued / _ISSUED:.1f} us of the host for each"
 
     def abort_without_peer(self) -> str:
-        """On rank 0: aborts, after a second, an all-reduce in which the peer does not take part.
-        Afterwards, the memory must not change any more."""
+        """Starts an all-reduce in which the peer does not take part, and aborts it after a second.
+        Runs on rank 0. Raises AssertionError if the tensor is written to after the abort."""
         (self.directory / "fault-asked").touch()
         while not (self.directory / "fault-done").exists():
             time.sleep(_POLL_S)
@@ -324,8 +326,8 @@ class _Rank:
 
 @contextmanager
 def _longest_stall() -> Iterator[list[float]]:
-    """Yields a list. At the end, its only element is the longest time in seconds for which no
-    Python thread could run."""
+    """Measures the longest time, in seconds, for which no other Python thread could run within the
+    block. Yields a list whose only element has this value at the end."""
     longest, over = [0.0], threading.Event()
 
     def tick() -> None:

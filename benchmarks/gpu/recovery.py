@@ -1,8 +1,8 @@
-"""Recovery from SIGKILL of one worker, in parts: noticing the death, aborting the group, agreeing,
-connecting, and redoing the step.
+"""Measures the parts of a recovery from SIGKILL of one worker: noticing the death, aborting the
+group, agreeing on the next one, connecting, and repeating the step.
 
-On a device, all workers share it over NCCL, so this shows the order of magnitude of each part, not
-the rate of a network.
+All workers share one device over NCCL. The figures therefore show the order of magnitude of each
+part, not the rate of a network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RECOVERY_TIMEOUT_S: Final = 45.0
 
 
 def measure(context: Context) -> Table:
-    """Kills each worker once under ddp and zero2. About a minute on a device."""
+    """Kills each worker once under ddp, and once under zero2. Takes about a minute on a device."""
     rows = tuple(
         context.measured(
             "recovery", f"shoal {strategy}", functools.partial(_row, context, strategy)
@@ -102,7 +102,8 @@ def _row(context: Context, strategy: str) -> Row:
 def _add(
     samples: dict[str, list[float]], recovery: Recovery, directory: Path, killed_ns: int
 ) -> None:
-    """Adds the times of the survivor that committed last."""
+    """Adds the duration of each part of a recovery, measured by the survivor that committed
+    last, to `samples`."""
     pid, committed_ns = recovery.last_to_recover
     samples["pause"].append((committed_ns - killed_ns) / 1e9)
     for part, seconds in parts_of(

@@ -1,8 +1,8 @@
-"""Training steps on one device, in the ways in which users take them: how long each takes, and
-which operations the host queues on the device in it.
+"""Measures training steps on one device for several ways to train (mixed precision, compilation,
+data workers): how long a step takes, and which operations the host queues on the device.
 
-Every way is measured twice, with plain torch and with Shoal, each alone: the difference is what
-Shoal adds. Both process the same number of samples with the same model.
+Each way is measured with plain torch and with Shoal, one after the other; the difference is Shoal's
+overhead. Both process the same number of samples with the same model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Way:
 
     name: str
     strategy: str | None = None
-    """None: plain torch."""
+    """Shoal's strategy; None: plain torch."""
     autocast: torch.dtype | None = None
     scaled: bool = False
     """True if a GradScaler scales the losses."""
@@ -48,12 +48,12 @@ class Taken:
     """Duration of each step, until the device had completed it."""
     counts: Counts
     peak_bytes: int
-    """Peak of the device memory that was allocated; 0 without a device."""
+    """Peak of the allocated device memory in bytes; 0 without a device."""
 
 
 def ways(*, compiled: bool = True) -> list[Way]:
-    """Returns the ways that are measured. `compiled`: also with torch.compile, which needs a
-    compiler."""
+    """Returns the ways to train that are measured. `compiled`: True to include torch.compile, which
+    needs a compiler."""
     variants: list[dict[str, Any]] = [
         {"name": "fp32"},
         {"name": "bf16 autocast", "autocast": torch.bfloat16},
@@ -78,7 +78,7 @@ def ways(*, compiled: bool = True) -> list[Way]:
 
 
 def take(way: Way, *, device: torch.device, width: int, steps: int) -> Taken:
-    """Takes steps in one way, in a separate session."""
+    """Takes `steps` steps in one way and measures them, in a separate session."""
     (taken,) = shoal.launch(_take, way, device, width, steps, world_size=1)
     return taken
 

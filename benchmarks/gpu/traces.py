@@ -1,7 +1,8 @@
-"""Counts launches, copies and stalls of the host in a few steps, from a trace of torch's profiler.
+"""Counts kernel launches, copies, and waits of the host for the device in a few steps, from a trace
+recorded by torch's profiler.
 
-The names are CUDA's own, as the profiler writes them into a Chrome trace (categories cuda_runtime,
-cuda_driver and gpu_memcpy).
+Events are recognized by CUDA's own names, which the profiler writes into a Chrome trace (categories
+cuda_runtime, cuda_driver and gpu_memcpy).
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ class Counts:
     """Average counts per step."""
 
     operators: float
-    """torch's operators on the host."""
+    """Number of torch operators on the host."""
     launches: float
     waits: float
-    """Calls in which the host blocks until the device, a stream or an event has completed."""
+    """Number of calls in which the host blocks until the device, a stream or an event has
+    completed."""
     to_host: Mapping[str, float]
-    """Copies by the kind of the host's memory: "Pinned", "Pageable"."""
+    """Number of copies to the host, by the kind of host memory: "Pinned" or "Pageable"."""
     to_device: Mapping[str, float]
 
 
 def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
-    """Counts the events in a Chrome trace of this many steps. Events on the host count only until
-    the host has taken the steps."""
+    """Counts the events in a Chrome trace of `steps` steps, and returns averages per step. Events
+    on the host are counted only up to the end of the last step."""
     end = _end_of_steps(events)
     operators = launches = waits = 0
     to_host: Counter[str] = Counter()
@@ -72,8 +74,8 @@ def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
 
 
 def counted(step: Callable[[], object], *, steps: int) -> Counts:
-    """Takes this many steps under the profiler, on the calling thread. The profiler's own wait for
-    the device at the end does not count."""
+    """Takes `steps` steps under the profiler, on the calling thread, and counts their events. The
+    profiler's own wait for the device at the end is not counted."""
     activities = [
         ProfilerActivity.CPU,
         *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
@@ -88,8 +90,8 @@ def counted(step: Callable[[], object], *, steps: int) -> Counts:
 
 
 def _end_of_steps(events: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the time in the trace at which the host had taken the steps; infinity if the trace
-    does not contain it."""
+    """Returns the time in the trace at which the host finished the last step; infinity if the trace
+    does not contain that time."""
     ends = [
         event["ts"] + event["dur"]
         for event in events

@@ -1,14 +1,16 @@
-"""One rank's account under a strategy: bytes of memory by role, the highest that torch's allocator
-had out, and bytes on its connections.
+"""Measures the memory that one rank uses under a strategy, by purpose; the peak of its allocations;
+and the bytes that it sends.
 
 `shoal run ... -m benchmarks.workers.account --strategy zero2 --output DIR` writes DIR/<rank>.json.
 
-Memory is that of distinct storages: parameters and optimizer state between two steps, gradients
-after the backward pass or when the optimizer is about to update, whichever is more. What a rank
-holds for another one (mirrors) is apart. The peak is the sum of all allocations of torch's CPU
-allocator on the training thread, as its profiler reports them, over the steps that are counted;
-what Gloo allocates for itself is not in it. Bytes sent are read from the sockets between steps
-(`wire.py`); what goes to mirrors is the difference over the one call that sends it.
+Memory is the size of distinct storages. Parameters and optimizer state are measured between two
+steps. Gradients are measured after the backward pass and when the optimizer is about to update, and
+the larger value is used. Mirrors of other ranks' shards are listed separately.
+
+The peak is the largest sum of live allocations of torch's CPU allocator on the training thread, as
+reported by torch's profiler, during the measured steps. It does not include memory that Gloo
+allocates for itself. Sent bytes are read from the sockets between steps (`wire.py`). Bytes sent to
+mirrors are the difference of two such readings, before and after the call that sends them.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ _COUNTED: Final = "the steps that count begin"
 
 
 class Wired:
-    """Counts the bytes that the wrapped calls send."""
+    """Counts the bytes that are sent during calls of wrapped functions."""
 
     def __init__(self) -> None:
         self.sent = 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function, with counting. No other part of this process may send during the
-        call."""
+        """Returns a wrapper of `function` that counts the bytes sent during each call. No other
+        part of this process may send during the call."""
 
         @functools.wraps(function)
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -55,8 +57,8 @@ class Wired:
 
 
 class Live:
-    """Allocations that have not been freed. Frees by another thread are not reported; such an
-    allocation counts as freed when its memory is allocated again."""
+    """Total size of the live allocations. Frees by other threads are not reported. An allocation
+    that overlaps a new one must have been freed, and is therefore removed."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -64,7 +66,8 @@ class Live:
         self._sizes: dict[int, int] = {}
 
     def changed(self, address: int, size: int) -> None:
-        """Records this many bytes allocated at the address; negative: freed."""
+        """Records that `size` bytes were allocated at `address`. A negative size records that the
+        allocation at this address was freed."""
         if size < 0:
             self._free(address)
             return
@@ -87,7 +90,7 @@ class Live:
 
 
 def main() -> None:
-    """Trains some steps, then counts during further steps."""
+    """Trains for some steps, then measures during further steps."""
     options = _options()
     workload = Workload(
         log=options.output, ranks=options.ranks, width=options.width, batch=options.batch
@@ -153,8 +156,8 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
 
 
 def before_update(inner: Any, call: Callable[[], object]) -> None:
-    """Calls `call()` whenever the user's optimizer is about to update what this rank has. (Step
-    hooks are refused if the optimizer updates only pieces.)"""
+    """Makes the user's optimizer `inner` call `call` before each update. Wraps `step`, because
+    Shoal refuses step hooks if the optimizer updates only shards."""
     step = inner.step
 
     @functools.wraps(step)
@@ -200,8 +203,9 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
 
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the tensors that the optimizer of a sharded strategy updates: this rank's pieces, and
-    the pieces that it mirrors. No public interface distinguishes them."""
+    """Returns the tensors that the optimizer of a sharded strategy updates, in two lists: those of
+    this rank's own shard, and those of the shards that it mirrors. No public interface
+    distinguishes them."""
     from shoal_worker.mesh.data_axis import InShards
     from shoal_worker.mesh.engine import MeshEngine
     from shoal_worker.sharding.engine import ShardedEngine
@@ -218,8 +222,9 @@ def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Returns the bytes by storage; tensors that share a storage count once. Parameters whose
-    values or gradients are elsewhere count only with what is on this rank."""
+    """Returns the size in bytes of each storage, by its address. Tensors that share a storage are
+    counted once. Of a parameter that is distributed over ranks, only the part on this rank is
+    counted."""
     with inside():
         local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
         return {

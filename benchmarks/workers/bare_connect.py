@@ -1,9 +1,9 @@
-"""Measures connecting alone, again and again in warm processes: a group of all ranks, and its first
-all-reduce.
+"""Measures the time to connect a group of all ranks, including its first all-reduce. Repeats this
+several times in the same processes.
 
-`torchrun ... -m benchmarks.workers.bare_connect --device cuda --times 10 --output FILE`; rank 0
-writes the seconds of each time as a JSON list. It is the slowest rank's: the last of them ends the
-all-reduce.
+`torchrun ... -m benchmarks.workers.bare_connect --device cuda --times 10 --output FILE`: rank 0
+writes the durations in seconds as a JSON list. Each is the duration of the slowest rank, because
+the all-reduce ends only when all ranks have connected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.workers.workload import DEVICES, Workload
 
 
 def main() -> None:
-    """Connects and leaves this number of times, after one uncounted time."""
+    """Connects and leaves `--times` times, after one repetition that is not counted."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--device", choices=DEVICES, required=True)
     flags.add_argument("--times", type=int, required=True)

@@ -1,13 +1,16 @@
-"""The lower bound of every recovery: processes with a bare Gloo group that form a new one by
-themselves when a peer dies.
+"""Measures a lower bound for every recovery: processes with a plain Gloo group form a new group on
+their own when a peer dies.
 
-There is no launcher, no coordinator, no model state to agree on and no replacement. All processes
-are informed of the death, and the new ranks are the order of arrival at a store that the parent
-hosts. What remains is noticing the death, connecting the remaining processes, and one step. Each
-trial forks fresh members, which have already imported torch, and creates the store after that: the
-store's server thread asks the resolver for the name of every client, and a member forked at that
-moment would inherit libc's resolver lock in the locked state, forever. Writes the pauses in seconds
-as a JSON list.
+There is no launcher, no coordinator, no model state to agree on and no replacement. Every process
+is notified of the death, and gets its new rank from the order of arrival at a store that the parent
+hosts. The measured time therefore consists of noticing the death, connecting the remaining
+processes and taking one step.
+
+Each trial forks new members, which have already imported torch, and creates the store only then.
+The store's server thread looks up the name of every client. If a member were forked during a
+lookup, it would inherit libc's resolver lock in the locked state, and could never acquire it.
+
+Writes the pauses in seconds as a JSON list.
 """
 
 from __future__ import annotations

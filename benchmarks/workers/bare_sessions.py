@@ -1,9 +1,10 @@
-"""The lower bound of T12, for gRPC alone: a server that keeps a stream for each member, answers its
-first message, and notifies all members once all are present.
-
-It decides nothing and writes nothing. When a member sends its leave message (one message of one
-byte), the server immediately notifies all others, as of a death. `python -m
+"""A server that measures the lower bound of T12, the cost of gRPC alone: `python -m
 benchmarks.workers.bare_sessions PORT_FILE MEMBERS`.
+
+It keeps a stream open for each member, answers the member's first message, and notifies all members
+once each of them has sent a second one. When a member sends the message `GOODBYE`, the server
+immediately notifies all others, as a coordinator does after a death. It makes no decisions and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GOODBYE = b"\x22\x00"
 
 
 class Sessions:
-    """All streams."""
+    """The open streams of all members."""
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -37,7 +38,7 @@ class Sessions:
         self._number = 0
 
     async def serve(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """Serves one stream."""
+        """Serves the stream of one member. Called by gRPC."""
         box: asyncio.Queue[bytes] = asyncio.Queue()
         self._boxes[id(box)] = box
         box.put_nowait(

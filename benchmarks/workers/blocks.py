@@ -1,8 +1,9 @@
-"""The model, the data and the optimizer of T6, T7 and T8: a small decoder of equal blocks.
+"""The model, the data and the optimizer of T6, T7 and T8. The model is a small decoder of equal
+blocks.
 
-Its names are Llama's, so that tensor parallelism recognizes its layers. Its blocks are in one list,
-so that they can be sharded one by one and assigned to pipeline stages. About 3.4 million parameters
-at a width of 256.
+Its modules are named as in Llama, so that tensor parallelism recognizes the layers. The blocks are
+in one list, so that they can be sharded one by one and assigned to pipeline stages. At a width of
+256, the model has about 3.4 million parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A perceptron with a hidden layer four times as wide."""
+    """MLP with a hidden layer that is four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the perceptron, each with a residual connection."""
+    """Attention, then the MLP, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -96,19 +97,21 @@ def loss_fn(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def network(workload: Workload) -> Decoder:
-    """Returns the same network in all processes."""
+    """Returns the network, with the same initial parameters in all processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return Decoder(workload.width)
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer with two moments, so that O = 2P."""
+    """Returns an optimizer with two moments per parameter, so that its state is twice as large as
+    the parameters."""
     return torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
 def dataset(workload: Workload) -> TensorDataset:
-    """Returns random words, the same in all processes; the task is to repeat them."""
+    """Returns sequences of random tokens, the same in all processes. The target of each token is
+    the token itself."""
     words = torch.randint(
         0,
         WORDS,

@@ -1,9 +1,9 @@
-"""The collectives of one fully sharded step, without computation: each block's parameters are
-gathered twice, and its gradients are reduce-scattered once.
+"""Performs the collectives of one fully sharded step, without computation: each block's parameters
+are gathered twice, and its gradients are reduce-scattered once.
 
-`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls to
-torch.distributed, as torch's FSDP2 issues them, with the next block's gather in flight while a
-block would be computed.
+`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `--backend shoal_gloo`. Both
+make the same calls to torch.distributed as torch's FSDP2. While a block would be computed, the
+gather of the next block is in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 class Sharded:
-    """The vectors of one block."""
+    """The tensors of one block: its parameters and gradients, unsharded and sharded."""
 
     def __init__(self, numel: int, ranks: int) -> None:
         self.shard = torch.ones(-(-numel // ranks))
@@ -29,16 +29,16 @@ class Sharded:
         self.summed = torch.empty(len(self.shard))
 
     def gather(self) -> Any:
-        """Starts the gather."""
+        """Starts the all-gather of the parameters."""
         return dist.all_gather_into_tensor(self.full, self.shard, async_op=True)
 
     def reduce(self) -> Any:
-        """Starts the reduction."""
+        """Starts the reduce-scatter of the gradients."""
         return dist.reduce_scatter_tensor(self.summed, self.gradient, async_op=True)
 
 
 def main() -> None:
-    """Runs steps until the harness ends it."""
+    """Runs steps until the harness stops this process."""
     flags = parser()
     flags.add_argument("--backend", choices=("gloo", "shoal_gloo"), required=True)
     options = flags.parse_args()

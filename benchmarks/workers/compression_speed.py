@@ -1,9 +1,10 @@
-"""Speed of each compressor on one core: a bucket of 64 MiB of normally distributed float32
-values. Prints a Markdown table.
+"""Measures the speed of each compressor on one core, for a bucket of 64 MiB of normally distributed
+float32 values. Prints a Markdown table.
 
     OMP_NUM_THREADS=1 python -m benchmarks.workers.compression_speed
 
-Processor time, the best of several rounds: what else runs on the machine counts little.
+Measures the CPU time of the fastest of several rounds, so that other work on the machine has little
+influence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUNDS = 7
 
 
 def best_s(work: Callable[[], object]) -> float:
-    """Returns the processor seconds of the best round."""
+    """Returns the CPU time of `work` in seconds, in the fastest of several rounds."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):

@@ -1,13 +1,13 @@
-"""Does an abandoned collective write into tensors that are in use again?
+"""Measures whether an abandoned collective writes into tensors that are in use again. Writes a JSON
+list of rounds.
 
 In each round, three forked ranks form a group. Rank 2 is stopped (SIGSTOP). The others start
-all-reduces that wait for it, abandon them, form a group of two, all-reduce there, and write new
-values to the tensors of the old all-reduces. Then rank 2 continues, and does its part of the old
-all-reduces. Afterwards, the survivors check their tensors for changes.
+all-reduces that wait for rank 2, and abandon them. They form a group of two, perform an all-reduce
+in it, and write new values to the tensors of the old all-reduces. Then rank 2 continues, and does
+its part of the old all-reduces. Finally, the survivors check their tensors for changes.
 
-A `Scheme` is one way to abandon a group and to form another. torchft runs in the peers'
-environment, which lacks Shoal, so the schemes import what they need themselves. Writes a JSON list
-of rounds.
+A `Scheme` is one way to abandon a group and to form another. Each scheme imports what it needs,
+because torchft runs in an environment in which Shoal is not installed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ _FILL: Final = 7.0
 
 
 class Scheme(Protocol):
-    """The groups of one rank, one at a time."""
+    """A way to abandon a group and to form another. It has one group of this rank at a time."""
 
     def form(self, number: int, members: Sequence[int]) -> None:
-        """Abandons the current group, and forms a group of these ranks."""
+        """Abandons the current group, if any, and forms a group of the ranks `members`. `number`:
+        number of the group, different for each group."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        """Starts an all-reduce and returns its work."""
+        """Starts an all-reduce in the current group and returns its `Work`."""
         ...
 
 
 class ByHand:
-    """torch's Gloo with a new process group each time. The old group is kept, because its
-    destructor would wait for the collectives in flight."""
+    """torch's Gloo backend, with a new process group each time. Keeps a reference to the old group,
+    because its destructor would wait for collectives in flight."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
@@ -78,7 +79,7 @@ class ByHand:
 
 
 class Reconfigured:
-    """One process group of torch, whose ranks `_reconfigure` changes."""
+    """A single process group of torch, whose ranks are changed by `_reconfigure`."""
 
     def __init__(
         self, store: dist.Store, rank: int, timeout: timedelta, *, backend: str = "gloo"
@@ -106,7 +107,8 @@ class Reconfigured:
 
 
 class ReconfiguredShoal(Reconfigured):
-    """The same with `shoal_gloo`."""
+    """A single process group with the backend `shoal_gloo`, whose ranks are changed by
+    `_reconfigure`."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         import shoal  # noqa: F401 - makes torch know shoal_gloo
@@ -115,7 +117,8 @@ class ReconfiguredShoal(Reconfigured):
 
 
 class ShoalByHand:
-    """`shoal_gloo`: aborted, destroyed and created again."""
+    """The backend `shoal_gloo`, with a new process group each time. The old group is aborted and
+    destroyed."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
         import shoal  # noqa: F401 - makes torch know shoal_gloo

@@ -1,15 +1,16 @@
-"""Detector of deaths and agreement on members for the loop on torch's `_reconfigure`, which leaves
-both to its user.
+"""Detects deaths and determines the members, for the training loop with torch's `_reconfigure`,
+which leaves both to its user.
 
-The watcher is one process. Every worker has a TCP connection to it, which the kernel closes within
-milliseconds when the worker dies: no heartbeat is as fast. The watcher numbers the generations of
-members and sends each new one to all workers at once. It also hosts the store of torch's group.
+A separate process, the watcher, has a TCP connection to every worker. When a worker dies, the
+kernel closes its connection within milliseconds, which is faster than any heartbeat. The watcher
+numbers the generations of members, and sends each new generation to all workers immediately. It
+also hosts the store of torch's process group.
 
 Messages are lines of JSON. The watcher sends {"store": port, "member": number} to a new worker, and
 {"generation": number, "members": [...]} for each generation. A worker sends {"ready": true} once it
 can train, and {"failed": generation} if it could not form a group of a generation's members.
 
-The watcher needs torch for the store; `Membership` does not.
+The watcher needs torch for the store, but `Membership`, the workers' part, does not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _READ: Final = 65536
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Members that train together."""
+    """A numbered list of members that train together."""
 
     number: int
     members: tuple[int, ...]
@@ -37,10 +38,11 @@ class Generation:
 
 
 class Membership:
-    """A worker's connection to the watcher. Used by one thread."""
+    """A worker's connection to the watcher, by which it becomes a member. Used by one thread."""
 
     def __init__(self, port: int, *, timeout_s: float) -> None:
-        """Connects. `timeout_s`: limit of each wait. Raises OSError if nobody listens."""
+        """Connects to the watcher at `port`. `timeout_s`: limit of each wait. Raises OSError if no
+        process listens on the port."""
         self._socket = socket.create_connection((_HOST, port), timeout=timeout_s)
         self._timeout_s = timeout_s
         self._rest = b""
@@ -61,7 +63,7 @@ class Membership:
         return self._welcome["member"]
 
     def ready(self) -> None:
-        """Asks to become a member."""
+        """Asks the watcher to make this worker a member of the next generation."""
         self._send({"ready": True})
 
     def failed(self, generation: int) -> None:
@@ -77,8 +79,9 @@ class Membership:
         return self._newest
 
     def wait_for_newer(self, than: int, *, within_s: float | None = None) -> Generation:
-        """Blocks until a generation newer than the number `than` is announced. Raises TimeoutError
-        if none is within `within_s` seconds, by default the timeout of this connection."""
+        """Blocks until the watcher announces a generation with a number above `than`. Raises
+        TimeoutError if it does not within `within_s` seconds; None: the timeout of this
+        connection."""
         limit = self._timeout_s if within_s is None else within_s
         deadline = time.monotonic() + limit
         while self._newest is None or self._newest.number <= than:
@@ -113,10 +116,15 @@ class Membership:
 
 
 class Watcher:
-    """Connections of all workers, and the current generation. Used by one thread."""
+    """The watcher's connections to all workers, and the current generation. Used by one thread."""
 
     def __init__(self, listener: socket.socket, *, store_port: int, ranks: int) -> None:
-        """`ranks`: the first generation has so many members."""
+        """
+        Args:
+            listener: socket that accepts the workers' connections.
+            store_port: port of the store, announced to the workers.
+            ranks: number of members in the first generation.
+        """
         self._store_port = store_port
         self._ranks = ranks
         self._listener = listener
@@ -130,7 +138,9 @@ class Watcher:
         self._generation = 0
 
     def turn(self, timeout_s: float | None = None) -> None:
-        """Handles what has happened since the last call. Waits for it, at most for `timeout_s`."""
+        """Waits for connections, messages and deaths, and handles them. If the list of members has
+        changed, or the current generation has failed, announces a new generation. `timeout_s`:
+        maximum wait; None: no limit."""
         before = tuple(self._members)
         failed = False
         for key, _ in self._selector.select(timeout_s):
@@ -158,8 +168,8 @@ class Watcher:
         self._send(connection, {"store": self._store_port, "member": self._numbers[connection]})
 
     def _read(self, connection: socket.socket) -> bool:
-        """Handles the messages of a worker, or its death. Returns whether the current generation
-        has failed."""
+        """Handles messages from a worker, or its death. Returns whether the worker has reported
+        that the current generation failed."""
         try:
             data = connection.recv(_READ)
         except ConnectionError:
@@ -195,7 +205,8 @@ class Watcher:
 
 
 def listen(port: int) -> socket.socket:
-    """Returns a socket for the workers' connections. `port`: 0 for any."""
+    """Returns a listening socket for the workers' connections. `port`: port number; 0: any free
+    port."""
     return socket.create_server((_HOST, port))
 
 

@@ -1,7 +1,8 @@
-"""Records when a worker's groups are aborted, become idle, and connect, for the parts of a
-recovery. `steplog` records steps.
+"""Records the times at which a worker's groups are aborted, become idle and connect, so that a
+recovery can be divided into its parts. (`steplog` records the steps.)
 
-One file per process, one line per moment: CLOCK_MONOTONIC in nanoseconds, and the moment's name.
+Each process writes a file with one line per event: the time by CLOCK_MONOTONIC in nanoseconds, and
+the name of the event.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ PARTS: Final = ("notice", "abort", "agree", "connect", "redo")
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A line of a worker's file."""
+    """One event: a line of a worker's file."""
 
     time_ns: int
     name: str
 
 
 def note_into(directory: Path) -> None:
-    """Makes this process write its file from now on. Call it before the first group is created."""
+    """Makes this process record its events in a file in `directory`. Must be called before the
+    first group is created."""
     from shoal_worker.backends.base import (
         CommunicationBackend,
     )  # imports torch; the harness does not
@@ -54,19 +56,23 @@ def note_into(directory: Path) -> None:
 
 
 def read(file: Path) -> list[Moment]:
-    """Returns the moments in a worker's file, oldest first."""
+    """Returns the events in a worker's file, oldest first."""
     words = (line.split() for line in file.read_text().splitlines())
     return [Moment(time_ns=int(at), name=name) for at, name in words]
 
 
 def parts_of(moments: list[Moment], *, killed_ns: int, committed_ns: int) -> dict[str, float]:
-    """Returns the seconds of each of `PARTS` between a peer's death and this worker's next
-    committed step.
+    """Divides the time from a peer's death to this worker's next committed step into `PARTS`.
+    Returns the duration of each part in seconds:
 
-    notice: until the group is ended here. abort: until nothing of it uses the device. agree: until
-    connecting begins. connect: until the last group is connected, with attempts that failed. redo:
-    until the step is committed. A moment that is missing takes the place of the next one, so the
-    parts add up to the pause.
+    - notice: until this worker begins to abort the old group.
+    - abort: until the old group no longer uses the device.
+    - agree: until this worker begins to connect a new group.
+    - connect: until the last new group is connected, including failed attempts.
+    - redo: until the step is committed.
+
+    If an event is missing, its part ends at the next event, so the parts always add up to the
+    entire pause.
     """
     since = [moment for moment in moments if killed_ns <= moment.time_ns <= committed_ns]
 

@@ -1,5 +1,5 @@
-"""The device on which a worker computes (the host, or the CUDA device with the worker's number on
-this machine), and the backend that it uses."""
+"""Selects the device on which a worker computes (the host, or the CUDA device with the worker's
+local rank), and the communication backend that it uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from benchmarks.workers.workload import SHARED, Workload
 
 
 def place(workload: Workload, number: int) -> torch.device:
-    """Returns the device of this machine's worker `number`, and makes it torch's current device."""
+    """Returns the device of a worker, and makes it torch's current device. `number`: index of the
+    worker on this machine."""
     if workload.device == "cpu":
         return torch.device("cpu")
     if workload.device == SHARED:
@@ -34,12 +35,12 @@ def join(workload: Workload) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the backend of torch's own groups."""
+    """Returns the name of the backend for process groups on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def joining(device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of `init_process_group`."""
+    """Returns arguments for `init_process_group`."""
     return {
         "backend": backend_of(device),
         **({"device_id": device} if device.type == "cuda" else {}),
@@ -47,11 +48,11 @@ def joining(device: torch.device) -> dict[str, Any]:
 
 
 def loading(device: torch.device) -> dict[str, Any]:
-    """Returns the arguments of a data loader whose batches are moved to the device."""
+    """Returns arguments for a data loader whose batches are moved to the device."""
     return {"pin_memory": True} if device.type == "cuda" else {}
 
 
 def settling(device: torch.device) -> Callable[[], None] | None:
-    """Returns a function that blocks until the device has completed all queued work; None: the host
-    has no queue."""
+    """Returns a function that blocks until the device has completed all queued work. Returns None
+    for the host, which has no queue."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""A loop that saves its state while it trains, or loads it once, on Shoal or with
+"""A training loop that saves its state while it trains, or loads it once; with Shoal, or with
 `torch.distributed.checkpoint` (DCP).
 
 `shoal run ... -m benchmarks.workers.saving --saver shoal` or `torchrun ... -m
@@ -49,25 +49,25 @@ class System(Protocol):
         ...
 
     def save(self, written: Callable[[], None]) -> None:
-        """Starts to save the state. `written` is called, on any thread, once the checkpoint is
+        """Starts to save the state. `written`: called on some thread once the checkpoint is
         complete."""
         ...
 
     def prepare(self) -> None:
-        """Makes what a load needs, such as the optimizer's state."""
+        """Creates what must exist before `load`, such as the optimizer's state."""
         ...
 
     def load(self) -> None:
-        """Loads the newest checkpoint, on all ranks."""
+        """Loads the newest checkpoint. Called on all ranks."""
         ...
 
     def close(self) -> None:
-        """Waits for what is still being written, and leaves the group."""
+        """Waits until checkpoints in progress are written, and leaves the group."""
         ...
 
 
 class OnShoal:
-    """The loop on Shoal."""
+    """The training loop with Shoal."""
 
     def __init__(self, workload: Workload, strategy: str, directory: str) -> None:
         import shoal  # DCP's workers do without
@@ -108,7 +108,7 @@ class OnShoal:
         self._watchers.append(watcher)
 
     def prepare(self) -> None:
-        """Needs nothing: `resume` makes the optimizer's state."""
+        """Does nothing, because `resume` creates the optimizer's state."""
 
     def load(self) -> None:
         if not self._shoal.resume(self._directory):
@@ -121,8 +121,9 @@ class OnShoal:
 
 
 class OnDcp:
-    """The loop on torch's DDP or FSDP2, saved by `async_save`. The stager keeps its memory from one
-    save to the next, and the ranks agree about a checkpoint in a group of its own."""
+    """The training loop with torch's DDP or FSDP2, which saves by DCP's `async_save`. Its stager
+    reuses its memory from one save to the next. The ranks coordinate a checkpoint in a separate
+    process group."""
 
     def __init__(self, workload: Workload, strategy: str, directory: str, *, process: bool) -> None:
         dist.init_process_group("gloo")
@@ -215,8 +216,8 @@ def _take_step(model: Any, optimizer: Any, batch: Any) -> None:
 
 
 def _await(is_complete: Callable[[], bool], written: Callable[[], None]) -> None:
-    """Calls `written` once a checkpoint is complete. Gives up after `_LONGEST_S`, so the harness
-    finds a missing time."""
+    """Waits until `is_complete` returns True, then calls `written`. Gives up after `_LONGEST_S`
+    without calling it; the harness then notices that a time is missing."""
     give_up_at = time.monotonic() + _LONGEST_S
     while not is_complete():
         if time.monotonic() > give_up_at:
@@ -226,9 +227,9 @@ def _await(is_complete: Callable[[], bool], written: Callable[[], None]) -> None
 
 
 def train(system: System, *, saves: int, between: int, after: int) -> dict[str, Any]:
-    """Takes `between` steps before each save, and `after` steps after the last one. Returns the
-    seconds of each step, the indices of the steps that end with a save, and when each of these
-    checkpoints was complete, in seconds since its save began."""
+    """Trains with `saves` saves: takes `between` steps before each save, and `after` steps after
+    the last one. Returns the duration of each step, the indices of the steps that end with a save,
+    and the time from the start of each save until its checkpoint was complete, in seconds."""
     steps_s: list[float] = []
     saved_at: list[int] = []
     written_s: list[float] = []
@@ -256,7 +257,7 @@ def train(system: System, *, saves: int, between: int, after: int) -> dict[str, 
 
 
 def load(system: System) -> dict[str, Any]:
-    """Loads the checkpoint and returns the seconds that it took."""
+    """Loads the checkpoint and returns how long this took, in seconds."""
     system.prepare()
     begun = time.perf_counter()
     system.load()

@@ -1,10 +1,11 @@
 """Lets several NCCL ranks share one GPU, which NCCL and Shoal refuse otherwise. For tests and
 benchmarks only.
 
-NCCL takes two ranks for one and the same GPU if the host's hash and the bus number are equal, and
-NCCL_HOSTID sets the former. With a host name of its own, each process is a machine to NCCL, and
-they connect over the loopback interface. The kernels are NCCL's own and spin for each other; only
-rates say nothing about GPUs.
+NCCL considers the GPUs of two ranks to be the same one if the hash of the host and the bus number
+are equal. NCCL_HOSTID changes the hash. If each process has a different value, NCCL treats each
+process as a separate machine, and connects them over the loopback interface. The ranks run NCCL's
+real kernels, which wait for each other on the GPU; but measured rates say nothing about separate
+GPUs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ _OVER_LOOPBACK: Final = {
 
 
 def first_visible() -> str:
-    """Returns the value of CUDA_VISIBLE_DEVICES that makes every process see the same first GPU."""
+    """Returns the value of CUDA_VISIBLE_DEVICES with which every process sees only the first
+    GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def pass_for_a_machine() -> None:
-    """Makes this process appear as a separate machine to NCCL, and its device as a separate device
-    to Shoal's check.
+    """Makes NCCL treat this process as a separate machine, and makes Shoal's check treat its device
+    as a separate device.
 
-    Call it before the first communicator is created.
+    Must be called before the first communicator is created.
     """
     from shoal_worker.backends.nccl.device import CudaDevice  # imports torch; the harness does not
 

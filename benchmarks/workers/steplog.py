@@ -1,8 +1,9 @@
-"""A worker's record of its steps, which the harness can read while the worker is alive and after it
-was killed.
+"""A worker's record of its steps, which the benchmark's main process (the harness) can read while
+the worker is alive and after it has been killed. Also contains the worker's side of gates.
 
-One file per process, one line per committed step, one `write` per line. Times are CLOCK_MONOTONIC,
-which all processes of a machine share. No torch here: the harness imports this module too.
+Each process has a file with one line per committed step, each written by a single `write`. Times
+are by CLOCK_MONOTONIC, which all processes of a machine share. The module does not import torch,
+because the harness imports it too.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ class Commit(NamedTuple):
 
     time_ns: int
     group: int
-    """Number of the group (one agreed membership); newer groups have higher numbers."""
+    """Number of the group (an agreed list of members) in which the step was committed. Newer groups
+    have higher numbers."""
     world_size: int
     rank: int
     step: int
 
 
 class StepLog:
-    """Writes this process's file, and runs blocks of steps as the gate instructs. Used only from
-    the training thread."""
+    """Writes the step log of this process. With a gate, also blocks the training loop between
+    blocks of steps. Used only from the training thread."""
 
     def __init__(
         self,
@@ -42,10 +44,20 @@ class StepLog:
         gate: Path | None,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """`settle`: returns once a device has done all its work. Called before each commit that is
-        recorded, or with a gate before a block's time begins and ends, so that the work of a slow
-        device counts and the device does not idle within a block. Raises OSError if the directory
-        or the gate does not exist."""
+        """Opens the log.
+
+        Args:
+            directory: existing directory of the logs.
+            steps: number of steps after which `done` is True; 0: no limit.
+            gate: socket of the harness; None: the worker runs without pauses.
+            settle: function that blocks until the device has completed its work. Without a gate, it
+                is called before each commit is recorded. With a gate, it is called only where the
+                measured time of a block begins and ends. The time then includes the work of the
+                device, but the device does not idle within a block.
+
+        Raises:
+            OSError: the directory does not exist.
+        """
         self._file = os.open(
             directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )
@@ -55,7 +67,8 @@ class StepLog:
         self._gate = Gate(gate, settle) if gate is not None else None
 
     def committed(self, *, group: int, world_size: int, rank: int, step: int) -> None:
-        """Records a committed step. With a gate, blocks between blocks of steps."""
+        """Records a committed step. With a gate, blocks at the end of a block of steps until the
+        harness starts the next block."""
         if self._settle is not None:
             self._settle()
         os.write(
@@ -67,16 +80,19 @@ class StepLog:
 
     @property
     def done(self) -> bool:
-        """True once this process has completed its part."""
+        """True if the worker should exit: its steps are done, or the harness has dismissed it."""
         return (self._gate is not None and self._gate.closed) or (
             0 < self._limit <= self._committed
         )
 
 
 class Gate:
-    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank after
-    its first step, and later the times of each block in nanoseconds; the harness says how many
-    steps the next block has, 0 to leave."""
+    """The worker's end of a gate, a socket on which the harness decides when this worker runs.
+
+    The protocol consists of lines of text. After its first step, the worker sends its rank. The
+    harness sends the number of steps in the next block; 0 tells the worker to exit. At the end of a
+    block, the worker sends the duration of each step in nanoseconds.
+    """
 
     def __init__(self, path: Path, settle: Callable[[], None] | None = None) -> None:
         self._path = path
@@ -91,8 +107,8 @@ class Gate:
         self.closed = False
 
     def step_done(self, rank: int) -> None:
-        """Records the step's time. At the end of a block, reports it and waits for the next
-        block."""
+        """Records the duration of a step. At the end of a block, sends the durations to the harness
+        and waits for the next block."""
         if self._settle is not None and (not self._open or self._skip == 1 or self._left == 1):
             self._settle()
         now = time.perf_counter_ns()
@@ -129,7 +145,7 @@ class _Tail:
 
 
 class Tails:
-    """Reads the files `<pid><suffix>` of all processes in a directory, as they grow."""
+    """Reads the files `<pid><suffix>` in a directory, one for each process, while they grow."""
 
     def __init__(self, directory: Path, *, suffix: str) -> None:
         self._directory = directory
@@ -137,8 +153,8 @@ class Tails:
         self._tails: dict[int, _Tail] = {}
 
     def read(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Yields each pid with the lines that its file has gained since the last call. A line that
-        a SIGKILL has truncated is omitted."""
+        """Yields each pid with the lines that were added to its file since the last call. Omits
+        incomplete lines, such as a last line that a SIGKILL has truncated."""
         for file in self._directory.glob(f"*{self._suffix}"):
             pid = int(file.stem)
             tail = self._tails.setdefault(pid, _Tail())
@@ -151,7 +167,7 @@ class Tails:
 
 
 class StepLogs:
-    """Reads the logs of all processes of a run, as they grow."""
+    """Reads the step logs of all processes of a run while they grow."""
 
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=".steps")
@@ -159,7 +175,7 @@ class StepLogs:
         """Commits by the pid of their process, oldest first."""
 
     def read(self) -> None:
-        """Reads what was written since the last call."""
+        """Reads the steps that were recorded since the last call."""
         for pid, lines in self._tails.read():
             self.commits.setdefault(pid, []).extend(
                 Commit(*map(int, line.split())) for line in lines

@@ -1,13 +1,14 @@
-"""A tensor that counts, individually and exactly, the pushes that a parameter server has applied,
-while the model trains beside it.
+"""Counts exactly how often each push to a parameter server was applied, by means of a tensor, the
+tally, that is trained together with a model.
 
-The tally has an element for each push of each worker. A push's gradient is 1 at its own element and
-0 elsewhere, because the element is added to the loss. The servers step the tally as a separate
-parameter group of Adam, with both betas 0, eps 1 and a learning rate of 2 (Kingma and Ba, ICLR
-2015, algorithm 1). The step is then 2 g / (|g| + 1), which is exactly 1 where the gradient is 1,
-and 0 where it is 0. The negated element is therefore the number of times that its push was applied.
+The tally has an element for each push of each worker. For each push, the worker adds the push's
+element to the loss, so the gradient of the tally is 1 at this element and 0 elsewhere. On the
+servers, the tally is a separate parameter group of Adam, with both betas 0, eps 1 and a learning
+rate of 2 (Kingma and Ba, ICLR 2015, algorithm 1). An update then subtracts 2 g / (|g| + 1), which
+is exactly 1 where the gradient g is 1, and 0 where it is 0. The negated element is therefore the
+number of times that its push was applied.
 
-No torch here: the harness imports this module too.
+The module does not import torch, because the harness imports it too.
 """
 
 from __future__ import annotations
@@ -32,32 +33,34 @@ applied push."""
 
 
 def acknowledged_file(rank: int) -> str:
-    """Returns the name of the file with the number of acknowledged pushes of this rank."""
+    """Returns the name of the file in which a rank writes the number of its acknowledged pushes."""
     return f"acknowledged-{rank}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Outcome of the pushes of a run."""
+    """Number of acknowledged, lost and repeated pushes of a run."""
 
     acknowledged: int
     lost: int
-    """Pushes that were acknowledged but not applied."""
+    """Number of pushes that were acknowledged but not applied."""
     twice: int
-    """Number of repeated applications, including those of pushes that were never acknowledged."""
+    """Number of times that a push was applied although it had already been applied, or was never
+    acknowledged."""
 
 
 def account(
     tally: Sequence[Sequence[float]], acknowledged: Sequence[int], versions: Sequence[int]
 ) -> Account:
-    """Compares what the servers have applied with the responses that the workers received, at the
-    end of a run, when nothing is under way.
+    """Compares the pushes that the servers have applied with those that they have acknowledged.
+    Must be called at the end of a run, when no push is in progress.
 
     Args:
-        tally: the tally's values, a row for each worker; zeros at its end may be left out.
-        acknowledged: how many pushes of each worker were acknowledged.
-        versions: of each partition: 1 with its first values, and one more for each push that it
-            applied. The partitions that hold no part of the tally are judged by this alone.
+        tally: values of the tally, with a row for each worker. Trailing zeros of a row may be left
+            out.
+        acknowledged: number of acknowledged pushes of each worker.
+        versions: version of each partition: 1 for its first values, plus the number of pushes
+            applied to it. For a partition without part of the tally, this is the only evidence.
     """
     lost = twice = 0
     for row, count in zip(tally, acknowledged, strict=True):

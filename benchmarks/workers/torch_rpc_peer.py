@@ -1,5 +1,5 @@
-"""torch RPC as a parameter server, for T4: the functions that run on the server, and the client
-that calls them by name."""
+"""Uses torch RPC as a parameter server, for T4: the functions that run on the server, and the
+client that calls them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _values: list[torch.Tensor] = []
 
 
 def serve(store: str, elements: int, over_tcp: bool) -> None:
-    """Runs the server's process; does not return. `store`: URL of the rendezvous. `over_tcp`: see
+    """Runs the server; does not return. `store`: URL of the rendezvous. `over_tcp`: as in
     `join`."""
     _values.append(torch.zeros(elements))
     rpc.init_rpc(
@@ -25,20 +25,20 @@ def serve(store: str, elements: int, over_tcp: bool) -> None:
 
 
 def join(store: str, *, over_tcp: bool) -> None:
-    """Makes this process the client. `over_tcp`: use only sockets; otherwise TensorPipe chooses,
-    and uses shared memory on one host."""
+    """Makes this process the client. `over_tcp`: True to use only TCP; otherwise TensorPipe chooses
+    the transport, which is shared memory on a single host."""
     rpc.init_rpc(
         "worker", rank=1, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp)
     )
 
 
 def push(gradient: torch.Tensor, learning_rate: float) -> None:
-    """Applies plain SGD, on the server."""
+    """Applies plain SGD to the values. Runs on the server."""
     _values[0].sub_(gradient, alpha=learning_rate)
 
 
 def pull() -> torch.Tensor:
-    """Returns the values, on the server."""
+    """Returns the values. Runs on the server."""
     return _values[0]
 
 

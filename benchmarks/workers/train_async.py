@@ -1,9 +1,9 @@
-"""The loop of T11 under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
+"""The training loop of T11, under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
 benchmarks.workers.train_async`.
 
-A tally of the pushes is trained in addition to the model. When the harness says so, each worker
-writes the number of its acknowledged pushes to a file, and rank 0 writes what the servers have
-applied.
+A tally of the pushes (`tally`) is trained in addition to the model. When the harness ends the run,
+each worker writes the number of its acknowledged pushes to a file, and rank 0 writes the tally as
+applied by the servers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _POLL_S: Final = 0.02
 
 
 class Tallied(nn.Module):
-    """A model with a tally."""
+    """A model together with a tally of the pushes."""
 
     def __init__(self, net: nn.Module, ranks: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Tallied(nn.Module):
 
 
 def main() -> None:
-    """Trains until the harness ends the run. The full run is one epoch, so that no step waits for
-    other workers at an epoch's end."""
+    """Trains until the harness ends the run. The entire run is within one epoch, because at the end
+    of an epoch workers would wait for each other."""
     workload = workload_of(parser().parse_args())
     shoal.init()
     module = Tallied(training.network(workload), workload.ranks)
@@ -107,7 +107,7 @@ def _applied(tally: torch.Tensor, workload: Workload) -> list[list[float]]:
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition. Raises MeasurementError after two minutes."""
+    """Waits until `condition` returns True. Raises MeasurementError after two minutes."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -116,8 +116,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 def _write(path: Path, content: object) -> None:
-    """Writes the file completely or not at all, because the other processes read it as soon as it
-    exists."""
+    """Writes a file atomically, because other processes read it as soon as it exists."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content))
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""The loop on torch's own DDP: `torchrun ... -m benchmarks.workers.train_ddp`."""
+"""The training loop with torch's own DDP: `torchrun ... -m benchmarks.workers.train_ddp`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def main() -> None:
-    """Trains until the harness ends the run. After a restart, it starts from scratch, so that
-    torchrun is not charged for writing and reading checkpoints."""
+    """Trains until the harness ends the run. After a restart, starts from scratch, so that the
+    measured times of torchrun do not include writing and reading checkpoints."""
     group = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     workload = workload_of(parser().parse_args())
     device = place(workload, int(os.environ["LOCAL_RANK"]))

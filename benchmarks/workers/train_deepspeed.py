@@ -1,5 +1,5 @@
-"""The decoder on DeepSpeed's ZeRO, on CPUs over Gloo: `torchrun ... -m
-benchmarks.workers.train_deepspeed --stage 3`, in the peers' environment, with
+"""Trains the decoder with DeepSpeed's ZeRO, on CPUs over Gloo: `torchrun ... -m
+benchmarks.workers.train_deepspeed --stage 3`, in the peers' environment (`benchmarks.peers`), with
 DS_ACCELERATOR=cpu."""
 
 from __future__ import annotations

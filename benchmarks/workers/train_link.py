@@ -1,8 +1,8 @@
-"""The loop of T9, on Shoal or on torch's DDP: the same network on the same batches of handwritten
-digits, until the loss is low enough. Each rank writes its results to a file.
+"""The training loop of T9, with Shoal or with torch's DDP. Trains the same network on the same
+batches of handwritten digits until the loss is low enough. Each rank writes its results to a file.
 
-The loss is the model's loss on a fixed set of images. It is evaluated between steps, and this time
-does not count.
+The loss is the model's loss on a fixed set of images. It is evaluated between steps; the evaluation
+is not included in the measured time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKED_AT = 300
 
 
 def main() -> None:
-    """Trains as the flags say."""
+    """Trains as specified by the command line."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--system", choices=("shoal", "torch"), required=True)
     flags.add_argument("--options", type=json.loads, default={}, help="of as_distributed")
@@ -93,8 +93,8 @@ def network(width: int) -> nn.Module:
 def train(
     model: Any, optimizer: Any, *, rank: int, ranks: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains until the loss is reached. Returns the seconds of each step, the loss after it, and
-    the bytes that this machine sent per step."""
+    """Trains until the loss is reached. Returns the duration of each step in seconds, the loss
+    after it, and the number of bytes that this machine sent per step."""
     digits = load_digits()
     images = torch.tensor(digits.images.reshape(-1, 64) / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -142,8 +142,8 @@ def _step(model: Any, optimizer: Any) -> Callable[[torch.Tensor, torch.Tensor], 
 
 
 def _formula(options: argparse.Namespace, shapes: list[tuple[int, ...]]) -> int:
-    """Returns the bytes of gradients that a rank should send per step
-    (docs/strategies/compression.md), with the model as one bucket."""
+    """Returns the number of gradient bytes that a rank should send per step
+    (docs/strategies/compression.md), if the entire model is one bucket."""
     from shoal_worker.config import ShardingConfiguration
 
     numel, ranks = sum(math.prod(shape) for shape in shapes), 2

@@ -1,5 +1,5 @@
-"""The loop of T16: async_sgd with or without outer steps, for a given number of epochs. Each rank
-reports the bytes that it sent and received, and rank 0 reports the loss."""
+"""The training loop of T16: async_sgd with or without outer steps, for a given number of epochs.
+Each rank reports the bytes that it sent and received, and rank 0 also reports the loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Trains as the flags say."""
+    """Trains as specified by the command line."""
     options = flags().parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

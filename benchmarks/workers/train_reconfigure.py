@@ -1,18 +1,20 @@
-"""The loop on torch's own membership: one Gloo group, to which `_reconfigure` gives other ranks
-after each death and each join. Needs torch 2.14 or newer.
+"""The training loop with torch's own elasticity: a single Gloo group, whose ranks are changed by
+`_reconfigure` after each death and each join. Needs torch 2.14 or newer.
 
-torch has no detector, no agreement on members and no transfer of state for it. This loop has the
-best ones that its author could find:
+torch itself does not detect deaths, agree on members or transfer state for `_reconfigure`. This
+loop adds the best solutions that its author could find:
 
-- A death is known within milliseconds, from the end of the connection to a watcher
-  (membership.py). All gradients are summed in one collective, which is abandoned on such news: a
-  survivor whose neighbours live would otherwise wait until the group's timeout. An abandoned
-  collective may write into its tensor later, so the next one gets a new tensor.
-- A join costs no collective: each rank says in an additional element of the gradients whether it
-  has heard of new members, and all form the new group after the step in which one had.
-- In a new group the ranks compare their steps. If they differ, since one survivor may have finished
-  the step in which another saw the error, all take the state of a rank with the most steps.
-- Samples are dealt by the number of samples that all have trained so far, so that none is lost.
+- A death is known within milliseconds, because the worker's connection to a watcher breaks
+  (membership.py). All gradients are summed in one collective, which the survivors then abandon.
+  Otherwise, a survivor whose neighbours are alive would wait until the group's timeout. An
+  abandoned collective may still write into its tensor, so the next one uses a new tensor.
+- A join needs no additional collective. In an extra element of the gradients, each rank reports
+  whether it has heard of new members. All ranks form the new group after the same step.
+- In a new group, the ranks compare their step counts, since one survivor may have finished the step
+  in which another saw an error. If the counts differ, all take the state of a rank with the most
+  steps.
+- The samples of a step are determined by the number of samples that all ranks have trained so far,
+  so that no sample is lost.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ failed without one."""
 
 
 class Ranks:
-    """A process group whose ranks change. Used by one thread."""
+    """A process group whose ranks can be changed. Used by one thread."""
 
     def __init__(self, membership: Membership, *, timeout: timedelta) -> None:
-        """`timeout`: limit of collectives, and of forming a group."""
+        """`membership`: connection to the watcher. `timeout`: time limit of each collective, and of
+        forming a group."""
         self._membership = membership
         self._timeout = timeout
         self._store = dist.TCPStore("127.0.0.1", membership.store_port, timeout=timeout)
@@ -70,8 +73,8 @@ class Ranks:
         return len(self.generation.members)
 
     def form(self) -> None:
-        """Blocks until a group of a newer generation is formed. Raises RuntimeError if that fails
-        many times."""
+        """Blocks until the group has been formed for a newer generation. Raises RuntimeError if
+        that fails repeatedly."""
         wanted = self._membership.wait_for_newer(self.generation.number)
         for left in reversed(range(_ATTEMPTS)):
             try:
@@ -95,8 +98,8 @@ class Ranks:
         _DIST._reconfigure(uuid=wanted.number, handles=handles, timeout=self._timeout).wait()
 
     def sum(self, tensor: torch.Tensor) -> bool:
-        """Sums a tensor across ranks, in place. Returns False if a rank died: the tensor must not
-        be used again, because an abandoned collective may still write into it."""
+        """Sums a tensor across ranks, in place. Returns False if a rank died. In that case, the
+        tensor must not be used again, because an abandoned collective may still write into it."""
         work: dist.Work = dist.all_reduce(tensor, async_op=True)
         while not work.is_completed():
             if self._lost(self._membership.newest(within_s=_POLL_S)):
@@ -109,7 +112,7 @@ class Ranks:
         return True
 
     def has_news(self) -> bool:
-        """Returns whether this rank has heard of a newer generation."""
+        """Returns whether the watcher has announced a newer generation to this rank."""
         newest = self._membership.newest()
         return newest is not None and newest.number > self.generation.number
 
@@ -117,8 +120,8 @@ class Ranks:
         return newest is not None and not set(self.generation.members) <= set(newest.members)
 
     def _await_news(self) -> None:
-        """An error follows from a death, of which the watcher informs all. Without a death the
-        generation has failed."""
+        """Waits, after an error in a collective, until the watcher announces a newer generation. If
+        it does not, no member has died; the current generation is then reported as failed."""
         try:
             self._membership.wait_for_newer(self.generation.number, within_s=_NEWS_S)
         except TimeoutError:
@@ -141,7 +144,7 @@ class Trainer:
         """Samples trained by all ranks together, in all steps."""
 
     def regroup(self) -> None:
-        """Forms a new group, in which all ranks get the state of a rank that took the most
+        """Forms a new group. All ranks in it then get the state of a rank that has taken the most
         steps."""
         while True:
             self._ranks.form()
@@ -151,8 +154,8 @@ class Trainer:
                 return
 
     def average(self) -> tuple[bool, bool]:
-        """Averages the gradients across ranks. Returns whether this succeeded, and whether a rank
-        has heard of new members."""
+        """Averages the gradients across ranks. Returns whether this succeeded, and whether a new
+        group must be formed, because it failed or a rank has heard of new members."""
         gradients = [p.grad.view(-1) for p in self._parameters if p.grad is not None]
         news = torch.tensor([float(self._ranks.has_news())])
         torch.cat([*gradients, news], out=self._sum)

@@ -1,4 +1,4 @@
-"""The loop on Shoal: `shoal run ... -m benchmarks.workers.train_shoal`."""
+"""The training loop with Shoal: `shoal run ... -m benchmarks.workers.train_shoal`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def flags() -> argparse.ArgumentParser:
-    """Returns the parser of this worker's command line: the workload's options, and its own."""
+    """Returns the parser of this worker's command line, with the flags that describe a workload and
+    additional ones."""
     own = parser()
     own.add_argument("--strategy", default="ddp")
     own.add_argument("--consistency-check-every", type=int, help="steps; the default is Shoal's")

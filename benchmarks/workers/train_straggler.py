@@ -1,9 +1,10 @@
-"""The loop of T10, on Shoal under any strategy: one rank is slow, and rank 0 reports when the loss
-on a validation set is low enough.
+"""The training loop of T10, with Shoal under any strategy. One rank is slow, and rank 0 reports
+when the loss on a validation set is low enough.
 
-If there are more workers than cores, longer computations would slow the other workers down too.
-Instead, a worker sleeps until the time that its forward and backward pass should take has passed.
-Rank 0 evaluates the loss within that time, so that the evaluation costs nothing.
+A worker does not simulate slowness by longer computations: with more workers than cores, they would
+slow the other workers down too. Instead, it sleeps until its forward and backward passes have taken
+the intended time. Rank 0 evaluates the loss during this sleep, so that the evaluation does not add
+to the measured time.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def flags() -> argparse.ArgumentParser:
 
 
 class Looks:
-    """The losses observed by rank 0, with times."""
+    """The losses evaluated by rank 0, with their times."""
 
     def __init__(self, target: float, *, every: int) -> None:
-        """`every`: number of rank 0's steps between two evaluations."""
+        """`target`: loss to reach. `every`: number of rank 0's steps between two evaluations."""
         self._target = target
         self._needed = 1 + -(-STAYS_STEPS // every)
         self._first_s = 0.0
@@ -76,8 +77,8 @@ class Looks:
         self.losses: list[float] = []
 
     def look(self, loss: float, at_s: float) -> None:
-        """Records the loss of the values at that CLOCK_MONOTONIC time. The first call starts the
-        clock."""
+        """Records the loss of the parameters at the time `at_s`, by CLOCK_MONOTONIC. Times are
+        counted from that of the first call."""
         if not self.times_s:
             self._first_s = at_s
         self.times_s.append(at_s - self._first_s)
@@ -85,8 +86,8 @@ class Looks:
 
     @property
     def reached_s(self) -> float | None:
-        """Returns the time since which the loss has been low enough; None: it is not low enough
-        yet."""
+        """Time at which the loss became low enough and stayed so for some steps; None if it has
+        not."""
         last = self.losses[-self._needed :]
         return (
             self.times_s[-self._needed]
@@ -161,7 +162,7 @@ def _loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _write(path: Path, looks: Looks, steps: int) -> None:
-    """Writes the file completely or not at all, because the harness reads it as soon as it
+    """Writes the results to a file atomically, because the harness reads the file as soon as it
     exists."""
     partial = path.with_suffix(".partial")
     partial.write_text(

@@ -1,5 +1,5 @@
-"""The decoder on Shoal, under any strategy: `shoal run ... -m benchmarks.workers.train_strategy
---strategy fsdp`."""
+"""Trains the decoder with Shoal, under any strategy: `shoal run ... -m
+benchmarks.workers.train_strategy --strategy fsdp`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_strategy(flags: argparse.ArgumentParser) -> None:
 
 
 def take_pass(model: Any, strategy: str, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Runs the forward and backward pass as a user of the strategy writes it."""
+    """Runs the forward and backward passes in the way that users write them for this strategy."""
     if strategy in _TRAIN_STEP_ALONE:
         model.train_step(inputs, labels, loss_fn=blocks.loss_fn)
     else:

@@ -1,5 +1,5 @@
-"""The decoder with torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with
-fsdp2`. Each variant is written as in its tutorial."""
+"""Trains the decoder with torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch
+--with fsdp2`. Each variant is written as in torch's tutorial."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MICRO_BATCHES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A parallelized model."""
+    """A model that torch has parallelized in one of several ways."""
 
     backward: Callable[[torch.Tensor, torch.Tensor], None]
-    """Runs the forward and backward pass of a batch."""
+    """Runs the forward and backward passes for a batch."""
     optimizer: torch.optim.Optimizer
     replicas: int
     """Number of replicas that share the global batch."""
     replica: int
-    """Number of this rank's replica."""
+    """Index of this rank's replica."""
 
 
 def main() -> None:
@@ -72,7 +72,8 @@ def main() -> None:
 
 
 def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, shared: bool = False) -> Peer:
-    """Returns a peer. `shared`: all ranks work on one batch."""
+    """Returns a peer that calls the model as usual. `shared`: True if all ranks train on the same
+    batch; False if each rank is a replica with its own batch."""
 
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         blocks.loss_fn(model(inputs), labels).backward()
@@ -125,7 +126,8 @@ def _split_blocks(net: blocks.Decoder, mesh: DeviceMesh) -> blocks.Decoder:
 
 
 class _Stage(nn.Module):
-    """Some of the decoder's layers, with embedding or output layer in the first and last stage."""
+    """Pipeline stage with some of the decoder's layers. The first stage also has the embedding, the
+    last one the output layer."""
 
     def __init__(self, net: blocks.Decoder, *, stage: int, stages: int) -> None:
         super().__init__()
@@ -164,9 +166,10 @@ def _pipelining(
 
 
 def _tensor_and_fsdp2(workload: Workload, device: torch.device) -> Peer:
-    """Tensor parallelism within pairs of ranks, data parallelism between them by FSDP2, as torch's
-    two-dimensional recipe has it: its DDP sees only what is not split. Parameters stay gathered
-    between the passes, so that as much is sent as by an all-reduce."""
+    """Combines tensor parallelism within pairs of ranks with data parallelism between pairs, by
+    FSDP2, as in torch's recipe for two dimensions. (torch's DDP would ignore parameters that are
+    split.) Parameters stay gathered between the passes, so that as much is sent as by an
+    all-reduce."""
     mesh = init_device_mesh(
         device.type, (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor")
     )

@@ -1,7 +1,8 @@
-"""The loop on torchft: one process is one replica, with the DDP wrapper and the optimizer wrapper
-that its README shows, on Gloo.
+"""The training loop with torchft on Gloo. Each process is one replica, with the DDP wrapper and the
+optimizer wrapper that torchft's README shows.
 
-Runs in the peers' environment. The harness starts the lighthouse and one of these per replica.
+Runs in the peers' environment (`benchmarks.peers`). The harness starts torchft's lighthouse, and
+one of these processes per replica.
 """
 
 from __future__ import annotations

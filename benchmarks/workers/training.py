@@ -1,5 +1,5 @@
-"""The model, the optimizer and the data of all workers, so that a step costs every one of them the
-same computation."""
+"""The model, the optimizer and the data of all workers. They are the same for every system, so that
+a step needs the same computation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ loss_fn = nn.CrossEntropyLoss()
 
 
 def network(workload: Workload) -> nn.Module:
-    """Returns a multi-layer perceptron with few, dense operations, so that the model's own overhead
-    is small."""
+    """Returns an MLP. It consists of few large operations, so that the model's own overhead is
+    small."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers: list[nn.Module] = []

@@ -1,9 +1,9 @@
-"""The client of T4: pushes 64 MiB of gradients and pulls the same amount, over one of the systems,
-as the harness's gate instructs.
+"""The client of T4: pushes 64 MiB of gradients to a parameter server and pulls 64 MiB of values,
+with one of the compared systems, when the harness's gate allows it.
 
-A step is one push, which is acknowledged, and one pull into existing memory; the two times are
-reported separately. The servers of the peers are children of this process; the harness starts
-Shoal's coordinator and parameter server.
+A step is one push, which is acknowledged, and one pull into existing memory. The two durations are
+reported separately. For Shoal, the harness starts the coordinator and the parameter server. For the
+other systems, the server is a child of this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WAIT_S: Final = 60
 
 
 class Transfer(NamedTuple):
-    """One system that is ready to transfer tensors."""
+    """A system that is connected and ready to transfer tensors."""
 
     push: Callable[[np.ndarray[Any, Any]], None]
     pull: Callable[[np.ndarray[Any, Any]], None]
@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 
 
 def main() -> None:
-    """Runs blocks of steps until the gate closes."""
+    """Runs blocks of steps until the harness closes the gate."""
     flags = argparse.ArgumentParser()
     flags.add_argument("system", choices=sorted(_SYSTEMS))
     flags.add_argument("--gate", type=Path, required=True)
@@ -295,7 +295,8 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
         def parts(
             memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition
         ) -> list[np.ndarray[Any, Any]]:
-            """Returns what a worker has of a partition: memory of each tensor's own."""
+            """Returns the parts of `memory` that belong to a partition: one array for each of its
+            pieces of tensors."""
             starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
             return [
                 memory[start : start + piece.length]
@@ -409,7 +410,7 @@ _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[
 
 @contextmanager
 def _child(serve: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """Starts a server process, which ends with the block."""
+    """Runs a server process within the block, and kills it at the end."""
     process = multiprocessing.get_context("spawn").Process(
         target=serve, args=arguments, daemon=True
     )

@@ -1,9 +1,9 @@
-"""The number of bytes that this process has sent over its TCP connections, read from the kernel:
-all bytes, no matter which library sent them.
+"""Reads from the kernel how many bytes this process has sent and received over its TCP connections,
+regardless of the library that sent them. Linux only.
 
-For each connected socket, these are the bytes that the peer has acknowledged (TCP_INFO,
-tcpi_bytes_acked) and the bytes that are still queued (SIOCOUTQ). Retransmissions and headers do not
-count; everything that a library wrote counts in full. Linux only.
+The sent bytes of a connected socket are those that the peer has acknowledged (TCP_INFO,
+tcpi_bytes_acked) and those that are still queued (SIOCOUTQ). Retransmissions and TCP/IP headers are
+not counted; everything that a library wrote to the socket is.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ _BYTES_ACKED: Final = 120
 
 
 class Traffic(NamedTuple):
-    """Traffic of all current connections of this process, since each was opened."""
+    """Bytes sent and received over all open connections of this process, each since it was
+    opened."""
 
     sent: int
     received: int
 
     def since(self, before: Traffic) -> Traffic:
-        """Returns the traffic since then. Connections that have been closed in between are not
-        counted, so the caller must ensure that there are none."""
+        """Returns the traffic since the reading `before`. No connection may have been closed since
+        then, because its traffic would be missing."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
 def traffic() -> Traffic:
-    """Returns the current traffic."""
+    """Returns the traffic of all open connections of this process so far."""
     connections: dict[str, Traffic] = {}  # by inode: a socket may have several descriptors
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile, or no socket
@@ -50,7 +51,8 @@ def traffic() -> Traffic:
 
 
 def _of(connection: socket.socket) -> Traffic:
-    """Raises OSError if the socket is not a connected TCP socket."""
+    """Returns the traffic of one connection. Raises OSError if the socket is not a connected TCP
+    socket."""
     connection.getpeername()
     if (
         connection.family not in (socket.AF_INET, socket.AF_INET6)

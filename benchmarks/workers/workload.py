@@ -1,5 +1,5 @@
-"""The task of a worker, and the command line that describes it. No torch here: the harness
-imports this module too."""
+"""The task of a worker, and the command line that describes it. The module does not import torch,
+because the harness imports it too."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class Workload:
     log: Path
     """Directory of the step logs."""
     ranks: int
-    """Workers at the start."""
+    """Number of workers at the start."""
     width: int
     """Width of the model's layers."""
     batch: int
     """Samples per rank per step."""
     steps: int = 0
-    """Number of steps after which the worker leaves; 0: it leaves when the harness says so."""
+    """Number of steps after which the worker exits; 0: it exits when the harness tells it to."""
     device: str = "cpu"
     """Device of the workers: "cpu"; "cuda", each worker on its own device; "cuda-shared", all on
     one device."""
     gate: Path | None = None
-    """Socket of the harness that decides when to run how many steps; None: the worker runs without
-    pauses."""
+    """Socket on which the harness decides when the worker runs and how many steps; None: the worker
+    runs without pauses."""
 
     def arguments(self) -> list[str]:
-        """The command line that `workload_of` reads."""
+        """Returns the command-line arguments from which `workload_of` restores this workload."""
         words = [
             f"--step-logs={self.log}",
             f"--ranks={self.ranks}",
@@ -53,7 +53,7 @@ class Workload:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns a parser of the flags that all workers have."""
+    """Returns a parser for the flags that all worker programs have."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--step-logs", dest="log", type=Path, required=True)
     flags.add_argument("--gate", type=Path)

@@ -1,8 +1,8 @@
 """Elastic distributed training for PyTorch: `import shoal` is the entire public API.
 
 Everything except the errors is imported on first use (PEP 562). Code that does not need torch, such
-as the command line and the launcher in this package, therefore does not wait for its import. Type
-checkers and editors read the imports below; the interpreter reads `_HOMES`.
+as the command line and the launcher in this package, therefore does not wait until torch is
+imported. Type checkers and editors read the imports below; the interpreter reads `_HOMES`.
 """
 
 from __future__ import annotations

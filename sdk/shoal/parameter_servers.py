@@ -7,7 +7,7 @@ belong to each worker and are not on the servers; save them with the checkpoint 
 Sparse tables are excluded, since their rows are read by id.
 
 Each partition (up to 8 MiB of the model) is consistent and has a version: 1 plus the number of
-pushes applied to it. Different partitions may be from slightly different times, as when a worker
+pushes applied to it. Different partitions may be from slightly different times, as in a worker that
 pulls while others push.
 """
 
@@ -90,8 +90,8 @@ class ModelReader:
         self._model = _Model(tensors={}, versions={})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns a dict from names to the newest values, on the CPU, with the declared shapes and
-        dtypes. The tensors must not be changed. A later call returns new tensors for changed
+        """Returns the newest values by parameter name, on the CPU, with the declared shapes and
+        dtypes. The caller must not modify the tensors. A later call returns new tensors for changed
         values, and the same tensors for unchanged values.
 
         Raises:
@@ -223,7 +223,8 @@ class ModelReader:
     def _read_server(
         self, address: str, share: list[coordinator_pb2.Partition], making: _Making
     ) -> None:
-        """Reads the changed partitions of one server."""
+        """Reads the changed values of the partitions in `share`, which are on one server, into the
+        model that is being made."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
@@ -245,8 +246,9 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Pulls partitions from a server. `held`: versions that this reader has. Returns the
-        partitions whose version on the server is older."""
+        """Pulls the changed partitions in `share` from a server. `held`: version of each partition
+        that this reader already has. Returns the ids of the partitions for which the server's
+        version is older than that."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,

@@ -160,7 +160,8 @@ class ShoalRendezvous(RendezvousHandler):
         return True
 
     def _create_job(self, deadline: float) -> None:
-        """Creates the job at the coordinator, which may start later than its agents."""
+        """Creates the job at the coordinator. Waits for the coordinator, which may start later than
+        the agents."""
         began = time.monotonic()
         while True:
             try:
@@ -178,7 +179,7 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """Joins the agents' job as a new member, which shows the other agents that this agent's
+        """Joins the agents' job as a new member, so that the other agents see that this agent's
         workers are new."""
         self._session = NodeSession(
             self._client,
@@ -198,8 +199,8 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place that differs from the last place, because agents have joined or left or
-        have restarted their workers."""
+        """Waits for a new placement (node rank, number of nodes, master address): one that differs
+        from the last, because agents have joined, left or restarted their workers."""
         while True:
             session = self._session
             assert session is not None, "joined before"

@@ -1,10 +1,14 @@
-"""A worker's ledger: which samples it tried in which step, and which steps it committed.
+"""A worker's ledger: a record of the samples that it tried in each step, and of the steps that it
+committed.
 
-One file of JSON lines per process, one `write` per line, so that a SIGKILL truncates at most the
-last line. A worker records its samples before it computes their gradient. A worker that was killed
-after the others received its gradient has therefore recorded them, although it never recorded the
-commit; a step counts once any worker has recorded its commit. Times are CLOCK_MONOTONIC, which all
-processes of a machine share. No torch here: the harness imports this module too.
+A ledger is a file of JSON lines. Each line is written by a single `write`, so that a SIGKILL
+truncates at most the last one. A worker records its samples before it computes their gradient. If a
+worker is killed after the others have received its gradient, its samples are therefore in its
+ledger, although its commit is not. A step is considered committed if any worker has recorded the
+commit.
+
+Times are by CLOCK_MONOTONIC, which all processes of a machine share. The module does not import
+torch, because the harness imports it too.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from benchmarks.workers.steplog import Tails
 
 
 class Ledger:
-    """Writes this process's file. Used only from the training thread."""
+    """Writes the ledger of this process. Used only from the training thread."""
 
     def __init__(self, directory: Path) -> None:
         self._file = os.open(
@@ -31,13 +35,15 @@ class Ledger:
         self._write("started")
 
     def tried(self, *, group: int, world_size: int, step: int, samples: Sequence[int]) -> None:
-        """Notes samples of this process's share of a step, before their gradient is computed.
+        """Records samples that this process is going to train in a step. Must be called before
+        their gradient is computed. Several calls for the same group and step add samples.
 
         Args:
-            group: number of the membership in which the step is taken; newer ones are higher.
-            world_size: workers of that membership.
+            group: number of the membership in which the step is taken. Newer memberships have
+                higher numbers.
+            world_size: number of workers in that membership.
             step: number of the step, from 1.
-            samples: indices in the dataset. Calls for the same group and step add up.
+            samples: indices of the samples in the dataset.
         """
         self._write(
             "tried", group=group, world_size=world_size, step=step, samples=list(map(int, samples))
@@ -62,19 +68,19 @@ class Ledger:
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One step as one process tried it."""
+    """One process's attempt at one step."""
 
     group: int
     world_size: int
     step: int
     samples: list[int]
     committed_ns: int | None = None
-    """Time of the commit; None: this process recorded no commit."""
+    """Time of the commit in ns; None if this process did not record a commit."""
 
 
 @dataclass(kw_only=True)
 class Entries:
-    """Content of one process's ledger."""
+    """Contents of one process's ledger."""
 
     started_ns: int = 0
     attempts: list[Attempt] = field(default_factory=list)
@@ -83,7 +89,7 @@ class Entries:
     """Digest of the final parameters; empty until the process has finished."""
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Adds one line."""
+        """Adds a parsed line of the ledger."""
         match entry["kind"]:
             case "started":
                 self.started_ns = entry["time_ns"]
@@ -113,7 +119,7 @@ class Entries:
 
 
 class Ledgers:
-    """Reads the ledgers of all processes of a run, as they grow."""
+    """Reads the ledgers of all processes of a run while they grow."""
 
     def __init__(self, directory: Path) -> None:
         self._tails = Tails(directory, suffix=LEDGER_SUFFIX)
@@ -121,7 +127,7 @@ class Ledgers:
         """Ledgers by the pids of their processes."""
 
     def read(self) -> None:
-        """Reads what was written since the last call."""
+        """Reads the lines that were written since the last call."""
         for pid, lines in self._tails.read():
             entries = self.of.setdefault(pid, Entries())
             for line in lines:

@@ -43,19 +43,20 @@ class Images(nn.Module):
 
 
 def network(task: Task) -> nn.Module:
-    """Returns the same network in all processes."""
+    """Returns the network, with the same initial parameters in all processes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return blocks.Decoder(GPT_WIDTH) if task.model == "gpt" else Images()
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """Returns AdamW, whose moments are state that a recovery must keep."""
+    """Returns AdamW. Its moments are state that a recovery must preserve."""
     return torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
 def loss_of(task: Task) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Returns the mean loss over the samples of a batch."""
+    """Returns the loss function of the task, which computes the mean over the samples of a
+    batch."""
     return blocks.loss_fn if task.model == "gpt" else F.cross_entropy
 
 
@@ -73,13 +74,13 @@ def dataset(task: Task) -> TensorDataset:
 
 
 def order(task: Task) -> torch.Tensor:
-    """Returns the order of the samples for loops without their own loader: step i takes the i-th
-    global batch of it."""
+    """Returns the indices of all samples in the order in which loops without their own loader train
+    them. Step i trains the i-th global batch of this order."""
     return torch.randperm(task.samples, generator=torch.Generator().manual_seed(2))
 
 
 def digest_of(state: Mapping[str, torch.Tensor]) -> str:
-    """Returns the SHA-256 of all parameters, by name."""
+    """Returns the SHA-256 digest of all parameters, in the order of their names."""
     sha = hashlib.sha256()
     for name in sorted(state):
         sha.update(state[name].detach().contiguous().numpy().tobytes())

@@ -1,5 +1,8 @@
-"""The task of a T17 worker, its command line, and the absence of its place. No torch here: the
-harness imports this module too."""
+"""The task of a T17 worker, the command line that describes it, and the wait during an absence (the
+time in which a killed worker may not be replaced).
+
+The module does not import torch, because the harness imports it too.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ _PATIENCE_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run of this number of steps, over exactly the samples that these need; each sample should
-    be trained once."""
+    """A training run with a fixed number of steps. The dataset has exactly as many samples as the
+    steps need, so each sample should be trained once."""
 
     ledgers: Path
     """Directory of the ledgers."""
     model: str
     """One of `MODELS`."""
     ranks: int
-    """Workers at full strength."""
+    """Number of workers when none is absent."""
     batch: int
-    """Samples per rank per step at full strength."""
+    """Number of samples per rank and step when no worker is absent."""
     steps: int
 
     def arguments(self) -> list[str]:
-        """The command line that `task_of` reads."""
+        """Returns the command-line arguments from which `task_of` restores this task."""
         return [
             f"--ledgers={self.ledgers}",
             f"--model={self.model}",
@@ -46,22 +49,22 @@ class Task:
 
     @property
     def global_batch(self) -> int:
-        """Samples per step at full strength."""
+        """Number of samples in a step, over all ranks."""
         return self.batch * self.ranks
 
     @property
     def samples(self) -> int:
-        """Size of the dataset, which is trained for one epoch."""
+        """Number of samples in the dataset, which is trained for one epoch."""
         return self.global_batch * self.steps
 
     def wait_for_place(self) -> None:
-        """Blocks while this worker's place is absent. A replacement starts immediately, and waits
-        here after its imports."""
+        """Blocks until no absence is in progress. The replacement of a killed worker is started
+        immediately, and waits here once it has imported its modules."""
         _wait(lambda: not (self.ledgers / ABSENT).exists(), "the end of the absence")
 
     def wait_for_all(self) -> None:
-        """Blocks until as many workers have started a ledger as there are at full strength; without
-        it, systems without a launcher would start with fewer."""
+        """Blocks until `ranks` workers have started a ledger. Otherwise, systems without a launcher
+        would start training with fewer workers."""
         _wait(
             lambda: len(list(self.ledgers.glob(f"*{LEDGER_SUFFIX}"))) >= self.ranks,
             f"{self.ranks} workers to begin",
@@ -69,7 +72,7 @@ class Task:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns a parser of the flags that all workers have."""
+    """Returns a parser for the flags that all worker programs have."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--ledgers", type=Path, required=True)
     flags.add_argument("--model", choices=MODELS, required=True)

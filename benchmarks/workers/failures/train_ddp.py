@@ -1,8 +1,8 @@
-"""T17's loop on torch's DDP, with checkpoints: `torchrun ... -m
+"""T17's training loop with torch's DDP and checkpoints: `torchrun ... -m
 benchmarks.workers.failures.train_ddp`.
 
-Rank 0 saves and every rank loads, in a directory that all share. The other ranks do not wait for
-the file itself, but wait for rank 0 in the next step.
+Rank 0 saves checkpoints in a directory that all ranks share, and every rank loads them. The other
+ranks do not wait until a checkpoint is written, but they wait for rank 0 in the next step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _save(file: Path, net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """Replaces the checkpoint, and returns how long that took, in seconds."""
+    """Replaces the checkpoint by the current state. Returns the seconds that this took."""
     started = time.perf_counter()
     partial = file.with_suffix(".partial")
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -64,7 +64,7 @@ def _save(file: Path, net: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def _load(file: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Loads the checkpoint if there is one, and returns its step."""
+    """Loads the checkpoint and returns its step. Returns 0 if there is none."""
     if not file.exists():
         return 0
     state: dict[str, Any] = torch.load(file)

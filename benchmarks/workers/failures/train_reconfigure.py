@@ -1,11 +1,13 @@
-"""T17's loop on a process group of torch's that is reconfigured (`_reconfigure`, torch 2.14 or
-newer): what a user would write around it.
+"""T17's training loop with a process group of torch that is reconfigured after a death
+(`_reconfigure`, torch 2.14 or newer), and the code that a user would have to write around it.
 
-With `--keeper` the program is the keeper of the membership instead, which torch has none of: it
-sees deaths by the processes' ids within milliseconds, and writes the members into a file. A worker
-whose collective fails waits for a newer membership; a worker that sees one says so in the next
-gradient's sum, after which all change over together. Ranks that are behind take the state of the
-one that is ahead. The global batch is divided among the ranks that there are.
+With `--keeper`, the program instead keeps track of the members, which torch does not do. It detects
+deaths within milliseconds by checking the processes' ids, and writes the list of members to a file.
+
+A worker whose collective fails waits for a newer membership. A worker that notices a newer
+membership reports this in the sum of the next gradients, so that all workers switch to it after the
+same step. Ranks that have taken fewer steps than others then receive the state of a rank that has
+taken the most. The global batch is divided among the current ranks.
 """
 
 from __future__ import annotations
@@ -37,19 +39,20 @@ _POLL_S: Final = 0.002
 
 
 class Members(NamedTuple):
-    """One membership."""
+    """One membership: its number, and the process ids of its workers by rank."""
 
     number: int
     pids: list[int]
 
 
 class Outdated(Exception):
-    """There is a newer membership."""
+    """Raised if there is a newer membership."""
 
 
 def keep(task: Task) -> None:
-    """Hosts the store of the group, and writes a membership whenever the set of live processes that
-    request membership changes. Runs forever."""
+    """Hosts the store of the group, and writes a new membership whenever the set of living workers
+    changes or a group could not be formed. The first membership has `task.ranks` workers. Runs
+    forever."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     partial = task.ledgers / "store.partial"
     partial.write_text(str(store.port))
@@ -81,8 +84,8 @@ def _file(task: Task) -> Path:
 
 
 def _failed_file(task: Task, number: int) -> Path:
-    """Returns the file that requests a new membership of the same processes, if they could not form
-    a group."""
+    """Returns the path of the file by which workers request a new membership, because those of
+    membership `number` could not form a group."""
     return task.ledgers / f"{number}.failed"
 
 
@@ -91,7 +94,7 @@ def _port_file(task: Task) -> Path:
 
 
 class Group:
-    """The process group of one worker, reconfigured to each membership in turn."""
+    """The process group of one worker, which is reconfigured for each new membership."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -112,7 +115,7 @@ class Group:
 
     @property
     def number(self) -> int:
-        """Number of the membership."""
+        """Number of the current membership."""
         return self._members.number
 
     @property
@@ -126,14 +129,15 @@ class Group:
         return self._members.pids.index(os.getpid())
 
     def newest(self) -> Members:
-        """Returns the newest membership, or an old one if there is no newer one yet."""
+        """Returns the newest membership, which may still be the current one."""
         try:
             return Members(*json.loads(_file(self._task).read_text()))
         except FileNotFoundError:
             return self._members
 
     def form(self) -> None:
-        """Waits for a newer membership with this process and takes part in it."""
+        """Waits for a newer membership that includes this process, and reconfigures the group for
+        it."""
         newest = self._await_newer()
         self._members = newest
         directory = self._task.ledgers
@@ -177,7 +181,7 @@ def _until(condition: Callable[[], bool], *, within_s: float = _PATIENCE_S) -> N
 
 
 class Training:
-    """The state of one worker and its steps."""
+    """The training state of one worker, and its steps."""
 
     def __init__(self, task: Task, ledger: Ledger, group: Group) -> None:
         self._task, self._ledger, self._group = task, ledger, group
@@ -189,7 +193,8 @@ class Training:
         self.step = 0
 
     def synchronize(self) -> None:
-        """Gives all ranks the state of the first rank that is ahead."""
+        """Sends the state of the rank with the most steps (the first, if there are several) to all
+        ranks that have taken fewer steps."""
         steps = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size)]
         dist.all_gather(steps, torch.tensor([self.step]))
         ahead = max(int(step) for step in steps)
@@ -215,7 +220,7 @@ class Training:
             self.step = ahead
 
     def take_step(self) -> bool:
-        """Takes a step, and returns whether any rank has seen a newer membership."""
+        """Takes a step. Returns whether any rank has noticed a newer membership."""
         group = self._group
         share = self._batches[self.step].tensor_split(group.size)[group.rank]
         indices, inputs, targets = self._dataset[share]
@@ -242,7 +247,7 @@ class Training:
 
 
 def main() -> None:
-    """Keeps the membership, or trains to the last step."""
+    """Keeps track of the members (`--keeper`), or trains to the last step."""
     flags = parser()
     flags.add_argument("--keeper", action="store_true", help="keep the membership")
     options = flags.parse_args()

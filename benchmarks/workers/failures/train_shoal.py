@@ -1,4 +1,4 @@
-"""T17's loop on Shoal: `shoal run ... -m benchmarks.workers.failures.train_shoal`."""
+"""T17's training loop with Shoal: `shoal run ... -m benchmarks.workers.failures.train_shoal`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""T17's loop on torchft: one process is one replica, with the wrappers that torchft's README shows.
+"""T17's training loop with torchft. Each process is one replica, with the wrappers that torchft's
+README shows.
 
-Three things are better than in the README. The model is not sent before the first step, because all
-replicas build the same one. A restarted replica takes the batch of the current step of the others,
-whereas torchft's sampler would start with the first batch again. The samples of a step are chosen
-without a sampler's overhead. Runs in the peers' environment.
+It improves on the README in three ways. The model is not sent before the first step, because all
+replicas build the same one. A restarted replica continues with the batch of the step that the
+others are taking, whereas torchft's sampler would start with the first batch again. The samples of
+a step are selected without the overhead of a sampler.
+
+Runs in the peers' environment (`benchmarks.peers`).
 """
 
 from __future__ import annotations

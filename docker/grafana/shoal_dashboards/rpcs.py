@@ -1,4 +1,4 @@
-"""Panels of gRPC calls and of the event loop that answers them, for the dashboards of the
+"""Panels about gRPC calls and about the event loop that serves them, for the dashboards of the
 coordinator and the parameter servers."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from shoal_dashboards.panels import Graph
 
 
 def rpc_graphs(selector: str) -> Sequence[Graph]:
-    """Returns panels of the gRPC calls to the targets with these Prometheus labels, such as
-    'job="coordinator"', and of their event loops."""
+    """Returns panels about the gRPC calls to a service, and about its event loop. `selector`:
+    Prometheus labels of the service's targets, such as 'job="coordinator"'."""
     return (
         Graph(
             title="Calls",

@@ -144,8 +144,8 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
 
 
 def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
-    """Returns the loop and its parts; None if it cannot be converted. Each reason is then added to
-    `obstacles`."""
+    """Returns the training loop and its parts. If the loop cannot be converted, adds each reason to
+    `obstacles` and returns None."""
 
     def attempt(find: Callable[[], _Found]) -> _Found | None:
         try:
@@ -205,7 +205,9 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
 
 
 def _epochs(script: Script) -> ast.For:
-    """Returns the training loop of a script that no other library distributes."""
+    """Returns the only training loop of the script. Raises _Unclear if there are several loops, if
+    the loop is not a `for` loop, or if Shoal or another library already distributes the
+    training."""
     used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
     for imported in script.of_type(ast.Import, ast.ImportFrom):
         module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []
@@ -244,8 +246,9 @@ def _check_range(epochs: ast.For) -> None:
 
 
 def _block(script: Script, epochs: ast.For) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """Returns the statements of the loop's scope, with the contents of each statement around the
-    loop in its place; and the statements of the innermost block that contains the loop."""
+    """Returns two lists: the statements of the loop's scope, and the statements of the innermost
+    block that contains the loop. In the first list, each statement around the loop is replaced by
+    the statements in its body."""
     scope = script.scope(epochs)
     own = script.tree.body if scope is None else scope.body
     block = [*own]
@@ -422,8 +425,8 @@ def _models(
 ) -> set[str]:
     """Returns the names of the models whose parameters an expression uses.
 
-    The expression may use parameters of a part of the model, filter them and group them. Names that
-    the block assigns once are replaced by their values.
+    The expression may use the parameters of a submodule, filter them or group them. A name that the
+    block assigns exactly once is replaced by its value. `followed`: names already replaced.
     """
     models: set[str] = set()
     for node in ast.walk(created):
@@ -528,8 +531,9 @@ def _check_names(
 
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
-    """Returns whether an expression stores the model or passes it on (as an argument, a value or an
-    item). Other code may then have a reference to it."""
+    """Returns whether a node uses the model itself as a value (as an argument, in an assignment or
+    in a container), so that other code may keep a reference to it. Printing the model, or accessing
+    one of its attributes or items, does not count."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))

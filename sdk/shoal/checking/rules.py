@@ -248,8 +248,8 @@ def _accumulation(script: Script) -> Iterator[Finding]:
 
 
 def accumulating_loops(script: Script) -> Iterator[tuple[ast.For | ast.AsyncFor, ast.If]]:
-    """Yields each loop over the batches of a loader that counts batches between optimizer steps,
-    with the `if` on the count."""
+    """Yields each loop that accumulates gradients over several batches before an optimizer step,
+    together with the `if` statement that decides, from a count of batches, when to step."""
     loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
     optimizers = _optimizer_names(script)
     for loop in script.of_type(ast.For, ast.AsyncFor):
@@ -271,8 +271,9 @@ def accumulating_loops(script: Script) -> Iterator[tuple[ast.For | ast.AsyncFor,
 def _counted_branch(
     script: Script, node: ast.AST, loop: ast.For | ast.AsyncFor
 ) -> tuple[ast.If, bool] | None:
-    """Returns the outermost `if` on a count of batches that decides whether an iteration of the
-    loop runs the node, and the outcome of its test that does; None if all iterations run it."""
+    """Returns the outermost `if` statement that decides, from a count of batches, whether an
+    iteration of the loop executes `node`. Also returns the outcome of its test, True or False, with
+    which `node` is executed. Returns None if every iteration executes `node`."""
     found = None
     below = node
     for above in (*_until(script, node, loop), loop):
@@ -292,7 +293,8 @@ def _counted_branch(
 
 
 def _counts(test: ast.expr, loop: ast.For | ast.AsyncFor) -> bool:
-    """Returns whether a condition uses a remainder, or compares a name that counts iterations."""
+    """Returns whether a condition depends on a count of iterations: it uses a remainder, or it
+    compares a variable that the loop increments."""
     counters = {
         ast.unparse(node.target)
         for node in loop.body
@@ -349,7 +351,8 @@ def _optimizer_names(script: Script) -> set[str]:
 
 
 def _evaluates(script: Script, loop: Loop) -> bool:
-    """Returns whether a loop runs without gradients, or after the `eval()` of a module."""
+    """Returns whether a loop runs without gradients, or after a module's `eval()` has been
+    called."""
     scope = script.scope(loop)
     if any(
         isinstance(call.func, ast.Attribute)
@@ -446,8 +449,8 @@ def _is_plain(value: ast.AST) -> bool:
 
 
 def _decides(script: Script, loop: Loop, name: str) -> bool:
-    """Returns whether a loop carries a name from one iteration to the next and branches on its
-    value."""
+    """Returns whether the variable `name` keeps a value from one iteration of the loop to the next
+    and is compared in it (also by `max` or `min`), as for the best loss so far."""
     if name in {
         part.id
         for part in ast.walk(getattr(loop, "target", ast.Pass()))

@@ -139,8 +139,8 @@ class Script:
         return False
 
     def _is_instead_of_training(self, node: ast.AST, branches: ast.If) -> bool:
-        """Returns whether a branch replaces training: the branch does not train, and either the
-        other branch trains or this branch ends the script."""
+        """Returns whether the branch of an `if` that contains `node` runs instead of training: it
+        does not train, and either the other branch trains or this branch ends with `return`."""
         own, other = branches.body, branches.orelse
         if node in other:
             own, other = other, own
@@ -215,8 +215,8 @@ class Script:
     # ------------------------------------------------------------------------------------- training
 
     def trains(self, node: ast.AST) -> bool:
-        """Returns whether the code below a node computes gradients, directly or in a called
-        function of the script."""
+        """Returns whether the code in a node computes gradients, directly or in a function of the
+        script that it calls."""
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
                 return True
@@ -280,7 +280,8 @@ def _words(name: str) -> set[str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """Returns the bare name of the called function."""
+    """Returns the last part of a dotted name, such as `step` for `optimizer.step`. For a call,
+    returns the last part of the called function's name. Empty if there is no name."""
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 

@@ -218,8 +218,9 @@ _CREDENTIALS: Final = {
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the flags for a cluster's credentials to a command. Given flags become environment
-    variables of this process, which all settings read and child processes inherit."""
+    """Adds the flags for a cluster's credentials to a command. The values of these flags are stored
+    in environment variables of this process, which all settings read and child processes
+    inherit."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **given: Any) -> None:

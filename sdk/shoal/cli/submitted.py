@@ -68,8 +68,8 @@ def _end_early(*_: object) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    """Returns the last line printed by the launcher itself (not by a worker), except for those
-    about the logs' place; empty if there is none."""
+    """Returns the last line printed by the launcher itself (not by a worker), ignoring messages
+    about the location of the logs; empty if there is none."""
     from shoal.launcher.workers.log_uploads import ABOUT_LOGS  # imports fsspec
 
     lines = log_of(directory).read_text(errors="replace").splitlines()

@@ -54,7 +54,7 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
     """Returns the past run that a command refers to; None if the command refers to a coordinator.
 
     This is the run named `run`. If no run is named and no cluster is running on this machine, it is
-    the newest ended run (of the job). Raises UnknownResourceError.
+    the most recent finished run (of the job, if one is given). Raises UnknownResourceError.
     """
     if run is not None:
         if coordinator or job:
@@ -80,10 +80,15 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
 
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
-    """Connects to a coordinator and yields it with a job. Raises UnknownResourceError with the
-    remedy if there is no cluster or no unique job, UnavailableError if there is no response, and
-    the channel's ShoalErrors. Errors of requests in the enclosed block are explained in the same
-    way."""
+    """Connects to a coordinator and yields it with a job. If a request in the enclosed block fails
+    because the coordinator cannot be reached, the error is explained in the same way as for the
+    connection.
+
+    Raises:
+        UnknownResourceError: there is no cluster, or no unique job; the message has the remedy.
+        UnavailableError: the coordinator does not respond.
+        ShoalError: as raised by the client.
+    """
     settings: ChannelSettings | None
     http = ""
     if coordinator:

@@ -36,7 +36,7 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """Asynchronous version of `shoal.Client`, whose methods document the calls.
+    """Asynchronous version of `shoal.Client`. The methods of that class document the calls.
 
     An asynchronous context manager that belongs to one event loop. If a call is cancelled, it
     returns immediately, but a request that was already sent may still be carried out."""
@@ -86,7 +86,7 @@ class AsyncClient:
         return result
 
     async def result(self, job_id: str) -> Result:
-        """Returns the result of an ended job, like `Client.result`."""
+        """Returns the result of a finished job, like `Client.result`."""
         return await self._call(lambda: self._client.result(job_id))
 
     async def outcome(self, job_id: str) -> Result | None:

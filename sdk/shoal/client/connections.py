@@ -72,7 +72,8 @@ class Connections:
             return self._clients[settings.address]
 
     def _forget_others(self, addresses: set[str]) -> None:
-        """Drops the connections to clusters that have ended."""
+        """Closes the connections to clusters that have ended. `addresses`: coordinators of the
+        clusters that are running."""
         with self._lock:
             gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
         for client in gone:

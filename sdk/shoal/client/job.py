@@ -54,7 +54,7 @@ class MemberPhase(StrEnum):
 
 
 class MachineCondition(StrEnum):
-    """Condition of a machine that the job does not use normally."""
+    """Condition of a machine that is being reclaimed, or on which the job refuses workers."""
 
     UNKNOWN = "unknown"
     """A condition that this release does not know."""
@@ -137,7 +137,8 @@ class Server:
 
     server_id: str
     place: int
-    """Index of the server's place in the shard map; a backup has the same place as its primary."""
+    """Index of the server in the shard map, the assignment of parameters to servers. A primary and
+    its backup have the same index."""
     role: ServerRole
     address: str | None
     """Address of the server (host:port); None while it does not serve requests."""
@@ -154,7 +155,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that the job does not use normally."""
+    """A machine that is being reclaimed, or on which the job refuses workers."""
 
     host: str
     condition: MachineCondition
@@ -223,4 +224,5 @@ class Job:
     steps_in_all: int | None = None
     """Total number of steps of the newest run; None if unknown."""
     machines: tuple[Machine, ...] = ()
-    """Machines that the job does not use normally, ordered by host name."""
+    """Machines that are being reclaimed or on which the job refuses workers, ordered by host
+    name."""

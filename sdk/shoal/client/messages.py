@@ -51,7 +51,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
 
 
 def past_run_of(message: pb.RunStatus) -> PastRun:
-    """Converts the message that describes an ended run."""
+    """Converts the message that describes a finished run."""
     return PastRun(
         number=message.run.number,
         began=_moment(message.run.began_unix_ms),
@@ -107,7 +107,7 @@ def member_of(message: pb.MemberStatus) -> Member:
 
 
 def machine_of(message: pb.MachineStatus) -> Machine:
-    """Converts the message that describes a machine that is not used normally."""
+    """Converts the message that describes a machine with a condition (`MachineCondition`)."""
     return Machine(
         host=message.host,
         condition=_named(pb.MachineCondition, message.condition, MachineCondition),

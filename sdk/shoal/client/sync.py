@@ -157,8 +157,8 @@ class Client:
         return result
 
     def result(self, job_id: str) -> Result:
-        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if the job has
-        not ended; use `wait` in this case."""
+        """Returns the result of a finished job. Raises PreconditionError (JOB_RUNNING) if the job
+        has not ended; use `wait` in this case."""
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
@@ -209,7 +209,7 @@ class Client:
         return self.job(job_id).members
 
     def servers(self, job_id: str) -> tuple[Server, ...]:
-        """Returns a job's parameter servers, ordered by place."""
+        """Returns a job's parameter servers, ordered by `Server.place`."""
         return self.job(job_id).servers
 
     def events(
@@ -290,8 +290,8 @@ class Client:
         )
 
     def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
-        """Returns a dict from names to the model's newest values, on the CPU, from the job's
-        parameter servers. For repeated reads, use `shoal.ModelReader`, which fetches only changes.
+        """Returns the model's newest values from the job's parameter servers, on the CPU, by
+        parameter name. For repeated reads, use `shoal.ModelReader`, which fetches only changes.
 
         Raises:
             DeadlineError: no values are available within `timeout`; the message gives the reason.
@@ -470,8 +470,8 @@ def _result_of(submission: Submission) -> Result | None:
 
 
 def _end_of(job: Job) -> Result | None:
-    """Returns the result of an ended job according to its coordinator; None if the job has not
-    ended. The result lacks the exit status, which only launchers know."""
+    """Returns the result of a job according to its coordinator; None if the job has not ended. The
+    result has no exit status, because only launchers know it."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(

@@ -31,10 +31,10 @@ def evaluate_on_all(
         session: session of this process.
         model: model, which is put into evaluation mode.
         batches: batches of an evaluation loader.
-        measure: function that receives a batch's number and the batch, and returns the batch's sums
-            and the values to keep (tensors, numbers, strings, and tuples, lists and dictionaries of
-            them).
-        gathers: True to gather the kept values; otherwise the returned list is empty.
+        measure: function that receives the index of a batch and the batch, and returns the batch's
+            sums and the values to keep (tensors, numbers, strings, and tuples, lists and
+            dictionaries of them).
+        gathers: True to gather the values to keep; otherwise the returned list is empty.
     """
     own: dict[int, Any] = {}
 

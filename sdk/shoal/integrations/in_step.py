@@ -22,7 +22,7 @@ _LENGTH: Final = 8
 
 
 class InStep:
-    """Exchanges values of any length among the ranks of a step."""
+    """Exchanges values of any size among the ranks that take part in a step."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

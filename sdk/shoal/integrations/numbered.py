@@ -20,7 +20,7 @@ class _Numbered:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Reads batches as `Batches` does, each paired with its number."""
+        """Yields the number of each batch, and the batch paired with that number."""
         return ((number, (number, batch)) for number, batch in self._batches.read(numbers))
 
 
@@ -33,15 +33,17 @@ class _NumberedStream:
 
     @property
     def ended(self) -> str:
-        """Sources read to their end on this rank, as in `StreamedBatches`."""
+        """Sources that this rank has read to the end, in the form described by
+        `StreamedBatches`."""
         return self._batches.ended
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """Deals batches as `StreamedBatches` does."""
+        """Returns the batches that `rank` must compute, as an argument for `read`."""
         return self._batches.deal(held, ended, rank, world_size)
 
     def read(self, parts: Any) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Reads batches as `StreamedBatches` does, each paired with its number."""
+        """Yields the number of each batch, and the batch paired with that number. `parts`: result
+        of `deal`."""
         return ((number, (number, batch)) for number, batch in self._batches.read(parts))
 
 

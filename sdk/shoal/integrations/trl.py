@@ -3,10 +3,11 @@
 TRL prepares the datasets and computes the losses; the loop is that of `Trainer`. Two things would
 be wrong without this module:
 
-- TRL's logged values (entropy, token accuracy, rewards, number of tokens) come from Accelerate,
-  which sees one process, and therefore cover one rank's samples, including those of aborted steps.
-  Here they are taken from each part of a step, exchanged after the step's passes, counted once the
-  step is committed, and registered as state.
+- TRL collects the values that it logs (entropy, token accuracy, rewards, number of tokens) through
+  Accelerate, which sees a single process. They would therefore cover only one rank's samples, and
+  would include aborted steps. This module takes the values of each part of a step, exchanges them
+  between ranks after the backward passes, and counts them once the step is committed. The counts
+  are registered as state.
 - The reference model of DPO is not distributed, so nothing compares it between ranks. Here its
   digest is registered as state. Ranks, joiners and checkpoints whose digests differ are refused.
 """
@@ -53,7 +54,8 @@ Part = tuple[int, float, int, dict[str, float]]
 
 
 class _Counted:
-    """Values of all ranks since the last log. The same on all ranks."""
+    """Sums of the logged values of all ranks since the last log, and the total number of tokens.
+    They are the same on all ranks."""
 
     def __init__(self, reference: nn.Module | None) -> None:
         """`reference`: the reference model of DPO; None if there is none."""
@@ -65,8 +67,8 @@ class _Counted:
         """Digest of the reference model; empty if there is none."""
 
     def add(self, parts: Iterable[Part], *, divided: bool) -> None:
-        """Adds the values of a committed step. `divided`: True if the parts are parts of one batch,
-        which counts once; otherwise each part is a micro-batch."""
+        """Adds the values of a committed step. `divided`: True if the parts together form one batch
+        and are averaged into one value; False if each part is a micro-batch with its own value."""
         values: dict[str, list[tuple[float, float]]] = {}
         for _, weight, tokens, named in sorted(parts, key=lambda part: part[0]):
             self.tokens += tokens
@@ -85,8 +87,8 @@ class _Counted:
                 total[1] += len(pairs)
 
     def take(self) -> dict[str, float]:
-        """Returns the means since the last call, with the number of tokens; nothing if no step has
-        been added."""
+        """Returns the mean of each value since the last call, and the total number of tokens; empty
+        if no step has been added since then."""
         means = {name: total / number for name, (total, number) in self._sums.items()}
         self._sums = {}
         return {**means, _TOKENS: self.tokens} if means else {}
@@ -114,7 +116,7 @@ class _Trained(Trainer):
     _metrics: dict[str, Any]
     """TRL's values since its last log, by mode and name."""
     _total_train_tokens: int
-    """TRL's number of tokens."""
+    """TRL's own count of trained tokens."""
     ref_model: Any = None
     """Reference model of DPO."""
 
@@ -180,8 +182,13 @@ class _Trained(Trainer):
         return committed, updated
 
     def _received(self, ranks: int) -> list[list[Part]]:
-        """Returns the parts of all `ranks` of a committed step, the same on every rank. Some ranks
-        may have them although others lost a rank while they were exchanged."""
+        """Returns the parts of all ranks of a committed step; the result is the same on every rank.
+        If a rank died while the parts were being exchanged, only some ranks may have received them;
+        they then send the parts to the others. If no rank has received them, returns the parts of
+        the remaining ranks.
+
+        `ranks`: number of ranks that took part in the step.
+        """
         session, everyones, kind = current_session(), self._everyones, "TRL's logged values"
         lacks = collectives.gather(session, everyones is None, kind=kind)
         if everyones is not None and not any(lacks):
@@ -200,7 +207,7 @@ class _Trained(Trainer):
         return [own for own, _ in answers]
 
     def _take_values(self, mode: str) -> dict[str, float]:
-        """Returns and removes the values that TRL has noted for the last batch."""
+        """Returns and removes the values that TRL has recorded for the last batch."""
         noted = self._metrics[mode]
         values = {name: float(each[-1]) for name, each in noted.items() if name != _TOKENS}
         noted.clear()
@@ -300,8 +307,9 @@ class DPOTrainer(_Trained, _ArgumentsFirst):
 
 
 def _load_on_one_device(args: Any) -> None:
-    """Makes TRL load a named model on the CPU, from where it is moved to this worker's device. By
-    default, TRL spreads the model of a process without peers over all visible GPUs."""
+    """Makes TRL load the model on the CPU if it is given by name. The model is then moved to this
+    worker's device. By default, TRL spreads the model of a process without peers over all visible
+    GPUs."""
     if isinstance(args, trl.SFTConfig | trl.DPOConfig):
         args.model_init_kwargs = {"device_map": None, **(args.model_init_kwargs or {})}
 

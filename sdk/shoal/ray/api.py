@@ -82,7 +82,7 @@ def run(
             status (docs/exit-status.md).
 
     Raises:
-        ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument cannot work.
+        ConfigurationError: Ray is not installed (RAY_NOT_INSTALLED), or an argument is invalid.
         DeadlineError: Ray has no place for the bundles (RESOURCES_UNAVAILABLE).
         UnavailableError: the run could not complete because of failures of its machines.
         Exception: exception of the function, from the rank that failed first, with a note that
@@ -151,8 +151,9 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
 
 
 def _status(outcome: Outcome) -> int:
-    """Returns the script's exit status. A launcher whose own workers did not fail exits with status
-    1 if workers elsewhere failed."""
+    """Returns the script's exit status: 0 if it finished, otherwise the status of a launcher whose
+    own workers failed. (Other launchers exit with status 1 then.) Raises UnavailableError if the
+    run ended early without a failure of the script."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

@@ -106,7 +106,7 @@ class Supervision:
         """Starts supervising a run.
 
         Args:
-            launchers: launchers of the run, which ends when they have exited.
+            launchers: launchers of the run. The run ends when they have exited.
             servers: parameter servers, which exit after the launchers.
             tend: function to call every half second.
             patience: maximum time without a place for any launcher.
@@ -122,9 +122,9 @@ class Supervision:
         """Time at which a launcher last responded."""
 
     def run(self) -> Outcome:
-        """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if no
-        launcher has been running for too long, and UnavailableError if a parameter server is
-        permanently lost."""
+        """Blocks until the job has ended, and returns the outcome. Raises DeadlineError if, for
+        longer than `patience`, no launcher has been running, and UnavailableError if a parameter
+        server is permanently lost."""
         for seat in (*self._servers, *self._launchers):
             seat.begin()
         while left := self._left(self._launchers):

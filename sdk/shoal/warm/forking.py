@@ -128,8 +128,8 @@ def _prepare() -> str:
 
 
 def _why_unsafe() -> str:
-    """Returns the reason why a child forked now might not behave like a fresh process; empty if it
-    would."""
+    """Returns the reason why a child that is forked now might not behave like a fresh process;
+    empty if there is none."""
     torch = sys.modules["torch"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:

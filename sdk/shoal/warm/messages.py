@@ -29,8 +29,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Returns the next message and its descriptors. The caller must close them; child programs do
     not inherit them.
 
-    Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
-    socket's timeout).
+    Raises EOFError if the other side has closed the connection, TimeoutError after the socket's
+    timeout, and OSError.
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
     for descriptor in descriptors:

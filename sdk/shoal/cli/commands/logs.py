@@ -55,8 +55,9 @@ def logs(
 
 
 def _kept(run: str | None, job: str | None) -> RecordedRun | None:
-    """Returns the recorded run whose output is requested; None if the request is for the last
-    submission (of the job), whose output can also be followed."""
+    """Returns the recorded run whose output is requested. Returns None if it is the last run that
+    was submitted (for the job, if one is given), because the output of a submission can also be
+    followed."""
     from shoal.launcher.report.history import History
     from shoal.launcher.run.submissions import Submissions
 

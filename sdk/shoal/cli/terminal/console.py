@@ -48,8 +48,8 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """Exit of the program after a run. `summary`: description of the failed workers to show to the
-    user; empty if none failed."""
+    """Raised to exit the program with the status of a run. `summary`: description of the failed
+    workers to show to the user; empty if none failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
         super().__init__(result.exit_code)
@@ -178,8 +178,8 @@ def _log_uploads(settings: RunSettings, note: Note) -> LogUploads | None:
 
 
 def _finish_uploads(uploads: LogUploads, kind: object, error: object, trace: object) -> None:
-    """Uploads the rest of the log files. SIGTERM and SIGHUP end the wait, as Ctrl-C does. `error`:
-    exception that ends the run; None if there is none."""
+    """Uploads the rest of the log files. SIGTERM and SIGHUP end the wait for the upload, as Ctrl-C
+    does. `error`: exception that ends the run; None if there is none."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -217,8 +217,8 @@ def _show_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """Exits once all started processes have ended. Does not write to this terminal any more, not
-    even buffered output that the interpreter would flush."""
+    """Exits without writing to the terminal again, not even the buffered output that the
+    interpreter would flush. Called when all processes of the run have exited."""
     _tell_if_read(str(error))
     os._exit(1)
 

@@ -20,8 +20,8 @@ class Keys:
         self._before = termios.tcgetattr(self._fd)
 
     def wait(self, timeout_s: float) -> str:
-        """Returns the next key; empty if no key was pressed within `timeout_s`. A closed terminal
-        counts as Ctrl-D."""
+        """Returns the next key; empty if no key was pressed within `timeout_s`. If the terminal is
+        closed, returns Ctrl-D."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             return ""
         return os.read(self._fd, 1).decode(errors="replace") or "\x04"

@@ -42,7 +42,8 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
 
 
 def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> RenderableType:
-    """Returns a view of one run: a headline, the account, the workers, and commands that show more.
+    """Returns a view of one run: a headline, the lines in `account`, a table of the workers, and
+    commands that show more.
 
     `account`: lines that describe the run's faults, pauses and figures.
     """
@@ -106,7 +107,7 @@ def comparison_json(one: RecordedRun, other: RecordedRun) -> dict[str, Any]:
 
 
 def finished_json(run: RecordedRun) -> dict[str, Any]:
-    """Returns an ended run as a JSON-compatible dictionary, with the keys of `shoal status
+    """Returns a finished run as a JSON-compatible dictionary, with the keys of `shoal status
     --json`."""
     end = run.end
     return {
@@ -137,8 +138,8 @@ def _headline(run: RecordedRun, now: datetime) -> Text:
 
 
 def _last_step(end: RunEnd | None) -> str:
-    """Returns the number of the last step that a run has committed; for a run that is not complete,
-    also the number of all steps, if known."""
+    """Returns the number of the last committed step as text. For a run that did not complete, adds
+    the total number of steps, if it is known."""
     if end is None or not end.last_step:
         return _NOTHING  # a run that resumed from a checkpoint has steps, but took none
     unfinished = end.outcome is not Outcome.COMPLETED and end.steps_in_all > end.last_step

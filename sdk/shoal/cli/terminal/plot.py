@@ -58,8 +58,8 @@ def _check_directory(file: Path) -> None:
 
 def draw(figures: RunFigures, place: str | Path, *, title: str) -> None:
     """Draws a run to a path or URL: a panel for the loss, a panel for each other metric that the
-    script reports, and a panel for the throughput. In an SVG, each change has the gid `fault-1`,
-    `join-1`, `leave-1`, ...
+    script reports, and a panel for the throughput. In an SVG, the mark of each pause has an id:
+    `fault-1`, `join-1`, `leave-1`, ...
 
     Raises:
         OSError: the file cannot be written.

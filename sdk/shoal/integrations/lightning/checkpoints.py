@@ -55,8 +55,8 @@ class Checkpoints(Checkpoint):
         self.resume = resume
 
     def step_is_over(self) -> None:
-        """Saves a checkpoint if one is due after a step. Called when the step, its validation and,
-        after the last step of an epoch, the end of the epoch are complete."""
+        """Saves a checkpoint if one is due after a step. Called after the step's validation; for
+        the last step of an epoch, called after the end of the epoch."""
         if self.every_n_steps is not None:
             api.save_checkpoint(self.directory, keep=self.keep, every_steps=self.every_n_steps)
 
@@ -67,6 +67,6 @@ class Checkpoints(Checkpoint):
             self.save()
 
     def save(self) -> None:
-        """Saves a checkpoint now. Called when all workers are asked to leave."""
+        """Saves a checkpoint now. Also called when all workers are asked to leave."""
         if not current_session().is_redoing:
             api.save_checkpoint(self.directory, keep=self.keep)

@@ -47,7 +47,7 @@ class ElasticEvaluation(_EvaluationLoop):
     for `validate`, or for `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its loaders are taken over."""
+        """`before`: the Trainer's loop that this loop replaces. This loop uses its loaders."""
         super().__init__(
             trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
         )
@@ -148,7 +148,7 @@ class ElasticPrediction(_PredictionLoop):
     batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its loaders are taken over."""
+        """`before`: the Trainer's loop that this loop replaces. This loop uses its loaders."""
         super().__init__(trainer, inference_mode=False)
         self._data_source = before._data_source
         self._return_predictions = before._return_predictions
@@ -223,9 +223,9 @@ class ElasticPrediction(_PredictionLoop):
         return {}, move_data_to_device(predicted, torch.device("cpu"))
 
     def _on_predict_epoch_end(self) -> Any:
-        """Calls the end hooks with all predictions. Called by Lightning. Prediction writers are
-        called in one process; if that process dies during the call, they are called in a different
-        process."""
+        """Calls the hooks for the end of the epoch with all predictions. Called by Lightning.
+        Prediction writers are called in a single process. If that process dies during the call,
+        they are called in another one."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             result = super()._on_predict_epoch_end()
@@ -241,8 +241,8 @@ class ElasticPrediction(_PredictionLoop):
 
 @contextlib.contextmanager
 def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
-    """Removes prediction writers from the Trainer's callbacks within the block if `said` is
-    True."""
+    """Removes the prediction writers from the Trainer's callbacks within the block. Does nothing if
+    `said` is False."""
     before = trainer.callbacks
     trainer.callbacks = [
         one for one in before if not (said and isinstance(one, BasePredictionWriter))

@@ -66,7 +66,8 @@ class _Counters(_TrainingEpochLoop):
     """Lightning's counters of steps and batches, set from the loader's counts."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: the Trainer's loop that this loop replaces. Its arguments are taken over."""
+        """`before`: the Trainer's loop that this loop replaces. Its arguments are used for this
+        loop."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
@@ -229,9 +230,9 @@ class ElasticFit(_FitLoop):
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
         """Performs one step on all ranks.
 
-        Returns whether the step was committed, the same on all ranks; if it was aborted, the loader
-        deals its samples again. Also returns the outputs of `training_step` and the batch, for
-        hooks; both are None on a rank without a part of the step.
+        Returns whether the step was committed, which is the same on all ranks. If the step was
+        aborted, the loader deals its samples again. Also returns the outputs of `training_step` and
+        the batch, for hooks. Both are None if the step was aborted, or if this rank got no batch.
         """
         trainer, session, strategy, results = (
             self.trainer,
@@ -309,11 +310,17 @@ class ElasticFit(_FitLoop):
         step: Step | None,
         ranks: int,
     ) -> None:
-        """Logs the values of a committed step on all `ranks` that took part in it. Also compares
-        the values that the ranks have logged outside of steps since the previous step.
+        """Logs the combined values of a committed step. Called on every rank. Also checks that the
+        ranks have logged the same values outside of steps since the previous step.
 
-        `everyones`: values of all ranks, gathered within the step. None if a rank died during the
-        gathering; other ranks may then have the values.
+        Args:
+            results: results to which the values are added.
+            own: values of this rank.
+            everyones: values of all ranks, gathered within the step. None if a rank died during the
+                exchange; even then, other ranks may have received the values.
+            step: the step; None if this process has no step in progress, as when it replays its
+                script.
+            ranks: number of ranks that took part in the step.
         """
         reports, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
@@ -361,7 +368,8 @@ class ElasticFit(_FitLoop):
     # --------------------------------------------------------------------- ends of steps and epochs
 
     def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
-        """Performs Lightning's actions after a committed step, in the same order."""
+        """Performs the actions that Lightning performs after a step, in Lightning's order. Called
+        after a committed step."""
         trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, results
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
@@ -396,8 +404,8 @@ class ElasticFit(_FitLoop):
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """Performs Lightning's actions at the end of an epoch, or when training ends in the middle
-        of an epoch, in the same order."""
+        """Performs the actions that Lightning performs at the end of an epoch, in Lightning's
+        order. Also called when training ends in the middle of an epoch."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

@@ -95,8 +95,8 @@ class Held:
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a logged value. A `value` of None means that a metric is logged, because metrics
-        store their own values."""
+        """Adds a logged value. `value`: None if a metric is logged, because the metric itself
+        stores its value. `batch_size`: as passed to `self.log`."""
         if value is None:
             weight = 1.0
         elif batch_size is None or self._weight() == 0:  # a stand-in batch has no weight
@@ -231,8 +231,8 @@ class Results(_ResultCollection):
                 )
 
     def log_batch(self, received: Mapping[str, Any]) -> None:
-        """Logs the values of one evaluation batch as if this process had just computed it. Metric
-        contributions are not added here, but for all batches together."""
+        """Logs the values of one evaluation batch as if this process had just computed it. Does not
+        add the batch's contributions to metrics; the caller adds those of all batches at once."""
         self._note_batch_values(
             [received["counted"]], {known for known, _, _ in received["entries"]}
         )

@@ -176,7 +176,8 @@ def check_arguments(
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Returns arguments for a loader that reproduce the order of the Trainer's sampler."""
+    """Returns the arguments with which Shoal's loader reads the samples in the order of the
+    Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None

@@ -99,9 +99,9 @@ class Trainer(transformers.Trainer):
         args.output_dir = output_dir
 
     model_wrapped: Any
-    """Distributed model; a `ShardedModel` once a call has needed it."""
+    """The model. The first call that needs it distributed replaces it by a `ShardedModel`."""
     optimizer: Any
-    """Optimizer of the model; a `ShardedOptimizer` once a call has needed the distributed model."""
+    """Optimizer of the model. It becomes a `ShardedOptimizer` when the model is distributed."""
     control: Any
     """transformers' TrainerControl."""
 
@@ -330,8 +330,8 @@ class Trainer(transformers.Trainer):
     def _train_step(
         self, model: ShardedModel, batches: Iterable[Any], logged: dict[str, Any]
     ) -> bool:
-        """Performs one step on all ranks. Returns whether the step was committed, the same on all
-        ranks; if it was aborted, the loader deals its samples again."""
+        """Performs one step on all ranks. Returns whether the step was committed, which is the same
+        on all ranks. If the step was aborted, the loader deals its samples again."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
         # the step's value is the mean over its parts, weighted by the parts' weights
@@ -374,8 +374,9 @@ class Trainer(transformers.Trainer):
         clipped."""
 
     def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
-        """Returns whether the step was committed, and whether it updated the parameters. As in
-        transformers, a step whose gradients overflowed under fp16 counts, without an update."""
+        """Takes the optimizer's step. Returns whether the step was committed, and whether it
+        updated the parameters. As in transformers, a step whose gradients overflow under fp16 is
+        counted, although it does not update the parameters."""
         if scaler is None:
             committed = bool(self.optimizer.step())
             return committed, committed
@@ -479,8 +480,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _report(self, metrics: Mapping[str, Any]) -> None:
-        """Reports metrics of an evaluation beside the loss. Some names remain free for the
-        script."""
+        """Reports an evaluation's metrics as `shoal.report` does. The number of reported names is
+        limited; half of them are left to the script."""
         session = current_session()
         if session.is_joining:  # its model has not been trained yet
             return

@@ -1,9 +1,9 @@
 """Cluster on this machine: a coordinator with an embedded Valkey server, and parameter servers,
 each a process. Workers are not part of the cluster.
 
-`LocalCluster` is a context manager. A caller with an event loop (`keeper`) instead performs the
-steps of `open` individually and waits between them. Closing a cluster verifies that all its
-processes have exited.
+`LocalCluster` is a context manager. A caller with an event loop (`cluster_keeper`) instead performs
+the steps of `open` one by one, and waits between them without blocking. Closing a cluster verifies
+that all its processes have exited.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """
@@ -221,8 +221,8 @@ class LocalCluster:
 
     def create_job(self) -> None:
         """Creates the job. This is the second step of opening the cluster, to be performed once the
-        coordinator is ready. Blocks for an RPC; unlike the other steps, it may run on any
-        thread."""
+        coordinator is ready. Blocks for the duration of an RPC. Unlike the other steps, it may be
+        called from any thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
@@ -284,8 +284,8 @@ class LocalCluster:
         """Returns the job's status page with its data included, so that a browser can open it from
         a file. Returns None if the coordinator does not respond. Blocks for a few seconds at most.
 
-        `known`: values that replace the job's own values; its "history" only replaces a history
-        with fewer than `_FEW_LOSSES` losses.
+        `known`: values to show in place of those that the coordinator reports. The entry "history"
+        is used only if the coordinator's history has fewer than `_FEW_LOSSES` losses.
         """
         from http.client import HTTPException
 

@@ -128,9 +128,9 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Forwards a signal to the command. Does not forward Ctrl-C, which a terminal sends to the
-        command too. Does nothing under SLURM, which signals its steps itself, and whose srun would
-        kill its step on a signal."""
+        """Forwards a signal to the command. Does not forward SIGINT, because the terminal sends
+        Ctrl-C to the command too. Does nothing under SLURM: SLURM signals its job steps itself, and
+        a forwarded signal would make srun kill its step."""
         if (
             self._child is not None
             and number != signal.SIGINT
@@ -156,8 +156,9 @@ def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that tell the command's processes how to find the coordinator. Keeps a
-    job id or number of machines that is already set, but always sets the coordinator."""
+    """Returns the variables from which the command's processes learn the coordinator's address and
+    the job. A job id or a number of machines that is already set is kept; the coordinator's address
+    is always replaced."""
     in_slurm = slurm.allocated(environment)
     job_id = environment.get("PET_RDZV_ID") or (
         slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)

@@ -29,8 +29,8 @@ _SHORT_LIFE_S: Final = 5.0
 
 
 class HostedCoordinator:
-    """Coordinator with its own Redis server. The owner must call `start`, then `keep_up` at regular
-    intervals, and finally `close`."""
+    """Coordinator with its own Redis server. The thread that creates it must call `start`, then
+    `keep_up` at regular intervals, and finally `close`."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ class JobSettings:
     """Maximum number of servers; 0: `parameter_servers`. If it is above 0 while `parameter_servers`
     is 0, one server is started when a script needs it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """Maximum time that the first ready worker waits for others while there are fewer than the
-    maximum."""
+    """Maximum time that the first ready worker waits for others while fewer than `max_workers` are
+    ready."""
     lease: timedelta | None = None
     """Maximum silence of a member before it is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None

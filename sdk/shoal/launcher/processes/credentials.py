@@ -36,9 +36,9 @@ def member_channel(coordinator: str) -> ChannelSettings:
 
 
 def secrets_as_files(directory: Path) -> dict[str, str]:
-    """Writes secrets to files in `directory` that only this user can read: the secrets that have
-    been removed from this process's environment. Returns the variables that contain the paths of
-    these files."""
+    """Writes the secrets that have been removed from this process's environment to files in
+    `directory`, which only this user can read. Returns the environment variables that contain the
+    paths of these files."""
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):

@@ -1,6 +1,5 @@
-"""Kills processes that were started by other processes, or reads their stacks: a worker or a
-parameter server known to the coordinator, or all workers of a launcher. A worker is identified by
-the member id in its environment."""
+"""Kills workers and parameter servers that this process did not start, and reads the stacks of
+workers. A worker is identified by the member id in its environment."""
 
 from __future__ import annotations
 

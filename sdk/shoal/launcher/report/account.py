@@ -85,12 +85,12 @@ class RunFigures:
     leaves: int
     pauses: tuple[Pause, ...]
     lost_s: float
-    """Seconds lost to pauses and repeated steps. Each pause counts for its duration minus the
-    duration of a usual step."""
+    """Seconds lost to pauses and repeated steps. The loss caused by a pause is its duration minus
+    the duration of a usual step."""
     loss: float
     """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int
-    """Time of the first commit, by `time.monotonic_ns`, as for the times of the points."""
+    """Time of the first commit, by `time.monotonic_ns`, the clock that `points` uses too."""
     points: tuple[Point, ...]
     asynchronous: bool
 
@@ -179,8 +179,8 @@ class RunAccount:
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
-        """Adds all commits of the workers so far. `settle`: True if no further commits will
-        follow."""
+        """Updates the account from the workers' tallies of their commits so far. `settle`: True if
+        no further commits will follow."""
         self._unexplained += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:

@@ -154,7 +154,8 @@ class Changes:
 
 
 def _how(detail: str) -> str:
-    """Describes how a member ended, as the rest of a sentence: for example "was lost"."""
+    """Returns the end of a sentence about a lost member, such as "was lost". `detail`: cause of the
+    loss according to the coordinator."""
     if detail.startswith(_PROCESS):
         return detail.removeprefix("its process ")
     return f"was lost: {detail}" if detail else "was lost"

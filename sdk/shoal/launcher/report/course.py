@@ -1,9 +1,9 @@
 """Course of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-The input is the tallies of this launcher's workers (`shoal_common.formats.tally`), including dead
-workers, which are passed in repeatedly. Training *pauses* while no worker commits a step: from the
-last commit before a membership change to the first commit after it, or for at least half a second
-that is also several times as long as a usual step.
+The input is the tallies of this launcher's workers (`shoal_common.formats.tally`). Each call
+receives all of them again, including those of dead workers. Training *pauses* from the last commit
+before a membership change to the first commit after it. Any other time without a commit is a pause
+if it lasts at least half a second and several times as long as a usual step.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples of batches that a worker pushed but did not count before it died, and
-        that another worker found on the parameter servers. The keys are the tallies' batch keys."""
+        """Steps and samples of batches that a worker pushed to the parameter servers but did not
+        count, because it died. Only batches that another worker found on the servers are included.
+        The keys are the tallies' batch keys."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
             key: each
@@ -160,8 +161,8 @@ class Course:
 
     @property
     def loss(self) -> float:
-        """Mean of the losses last reported by the workers that committed last; NaN if there is
-        none."""
+        """Mean of the last losses reported by the current workers (those in the newest generation);
+        NaN if none was reported."""
         if not self._tallies:
             return math.nan
         losses = [
@@ -171,7 +172,7 @@ class Course:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the other reported metrics over the workers that committed last, by name."""
+        """Mean of each other metric over the current workers that report it, by name."""
         reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
@@ -180,7 +181,8 @@ class Course:
 
     @property
     def _current(self) -> list[Tally]:
-        """Tallies of the workers that committed last."""
+        """Tallies of the workers that have committed a step in the newest generation. In
+        asynchronous training, the tallies of all workers."""
         newest = self._newest.spans[-1]
         return [
             tally
@@ -229,8 +231,9 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Adds all commits of the workers so far, and returns newly detected pauses. `settle`: True
-        if no further commits will follow."""
+        """Updates the course from the workers' tallies of their commits so far, and returns the
+        pauses that have been detected since the last call. `settle`: True if no further commits
+        will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -355,8 +358,8 @@ class Course:
 
 
 def until_last_commit(points: Sequence[Point], last_ns: int) -> list[Point]:
-    """Returns the points up to the last commit, at `last_ns`. Numbers reported after it belong to
-    the last of these points."""
+    """Returns the points up to the time of the last commit, `last_ns`. Points after it are merged
+    into the last one, so that metrics reported after the last commit are kept."""
     before = [point for point in points if point.at_ns < last_ns]
     after = points[len(before) :]
     if not after:
@@ -373,7 +376,8 @@ def history_of(
     """Returns the course as points of the status page: [unix_ms, step, loss, samples_per_s, ranks].
     The first point is the start of the run.
 
-    `ranks`: number of ranks. `now_ns`, `now_unix_ms`: the current time by both clocks.
+    `ranks`: number of ranks. `now_ns`, `now_unix_ms`: the current time by `time.monotonic_ns`, and
+    in milliseconds since the Unix epoch.
     """
 
     def unix_ms(at_ns: int) -> int:

@@ -50,7 +50,7 @@ starting."""
 
 
 class Outcome(StrEnum):
-    """Outcome of a run, with the same words as in other commands."""
+    """Outcome of a run, named as in the output of other commands."""
 
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -263,8 +263,8 @@ class History:
         self._directory = directory or history_directory()
 
     def all(self, job_id: str | None = None) -> list[RecordedRun | Unreadable]:
-        """Returns the runs (of one job), newest first, followed by runs whose records cannot be
-        read."""
+        """Returns all runs (of a job, if `job_id` is given), newest first, followed by runs whose
+        records cannot be read."""
         found, unreadable = [], []
         for directory in self._directories(job_id):
             try:
@@ -276,7 +276,8 @@ class History:
         return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
 
     def newest(self, job_id: str | None = None) -> RecordedRun | None:
-        """Returns the last started run (of one job); None if there is none."""
+        """Returns the run that was started last (of a job, if `job_id` is given); None if there is
+        none."""
         runs = self.all(job_id)
         return runs[0] if runs and isinstance(runs[0], RecordedRun) else None
 

@@ -17,7 +17,7 @@ _MOST_SURVIVED: Final = 10
 def failure_summary(
     program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
-    """Describes the first failure, which is the likely cause, with its traceback, and lists later
+    """Describes the first failure, with its traceback, as the likely cause, and lists the later
     failures, which are probably its consequences. `survived`: failures that the run recovered
     from."""
     first, *others = failures

@@ -111,7 +111,7 @@ class Agent:
 
         Args:
             settings: settings of the run.
-            site: coordinator of the run, and this launcher's place among other launchers.
+            site: connects the run to its coordinator and to the launchers on other machines.
             pump: pump that writes the output.
             note: callback that shows a message to the user.
             colour: True to color the prefixes of workers' lines.
@@ -383,8 +383,8 @@ class Agent:
 
     async def _report_waits(self) -> None:
         """Prints what the start of the run is waiting for whenever nothing has been printed for ten
-        seconds, until the first step is committed. Prints once which workers a run that is over is
-        waiting for."""
+        seconds, until the first step is committed. Once the run is over, prints which workers have
+        not exited yet."""
         loop = asyncio.get_running_loop()
         began = reported_at = loop.time()
         last = ""
@@ -719,8 +719,8 @@ class Agent:
             self._finish_as_known()
 
     def _report_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """Reports a failed worker to the coordinator, which stops all workers of the job, and to
-        the other launchers."""
+        """Reports a failed worker to the coordinator, so that it stops all workers of the job. Also
+        notifies the other launchers."""
         reporter = self._reporter
         if reporter is None:
             return

@@ -1,9 +1,9 @@
 """Membership of one launcher among the launchers of its job: a session with the coordinator,
 maintained by a thread.
 
-The thread reads directives, reconnects, and calls `on_change` after each change. gRPC reads the
-outgoing messages on its own thread. Results are attributes written only by the session's thread,
-each replaced atomically.
+The thread reads the coordinator's directives, reconnects if the connection breaks, and calls
+`on_change` after each change. gRPC reads the outgoing messages on its own thread. The attributes
+with the results are written only by the session's thread, which replaces each of them atomically.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ data."""
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """A launcher's knowledge of its place among the launchers of its job."""
+    """A launcher's node rank among the launchers of its job, as far as the launcher knows it."""
 
     generation: int
-    """Newest generation with a place for the launcher; 0 if it never had one."""
+    """Newest generation in which the launcher has a node rank; 0 if there was none."""
     placement: NodePlacement | None
-    """Current place of the launcher; None if it has none."""
+    """Node rank of the launcher, with the number of nodes and the master address; None if it has no
+    rank at the moment."""
     starts: tuple[str, ...] = ()
-    """Keys that identify the current start of each node's workers, in rank order. If the keys
-    change, workers of plain scripts are restarted. If a new generation has the same keys, the
-    coordinator had only lost contact with a node that kept running."""
+    """One key per node, in rank order. A node's key changes when its workers are started again.
+    If a new generation has different keys, workers of plain scripts are restarted. If it has the
+    same keys, the coordinator had only lost contact with a node that kept running."""
     why: str = ""
-    """Human-readable reason why the launcher has no place; empty if it has one."""
+    """Human-readable reason why the launcher has no node rank; empty if it has one."""
 
 
 class NodeSession:
-    """Session of a launcher as a member that always wants a rank. If the launcher is evicted
-    because of a long silence, it joins again as a new member."""
+    """Session of a launcher as a member of the launchers' job. The launcher always requests a rank.
+    If it is evicted because of a long silence, it joins again as a new member."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """True if the run has finished elsewhere. Launchers no longer get places, but running
+        """True if the run has finished elsewhere. Launchers no longer get node ranks, but running
         workers need not be stopped."""
         return self.error is not None and self.error.reason in _OVER
 
@@ -192,7 +193,7 @@ class NodeSession:
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
         """Requests the members of a generation whose table is too large to be announced in full.
-        Returns an empty sequence if a newer generation exists, which is announced next.
+        Returns an empty sequence if a newer generation exists; the coordinator will announce it.
 
         Raises:
             UnavailableError, DeadlineError: the coordinator does not respond; it will announce the

@@ -55,14 +55,15 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """Time in seconds after which the launcher determines why a coordinator does not respond."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""Maximum time that workers of a plain script continue while their launcher has no place among the
-launchers. After a network failure, all launchers may get their places back."""
+"""Maximum time that workers of a plain script continue while their launcher has no node rank. After
+a network failure, all launchers may get their node ranks back."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
-    """Site of a run whose coordinator is shared with other launchers. Implements `site.Site`."""
+    """Environment of a run whose coordinator is shared with other launchers. Implements
+    `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
         """`note`: callback that shows a message to the user; called from any thread. Raises
@@ -94,7 +95,7 @@ class SharedSite:
         """Value of `NodeStatus.starts` when the workers were last started."""
         self._received: NodeStatus | None = None
         """Latest status that `moved` or `place` has passed to the agent; None before the first
-        place."""
+        placement."""
         self._left_alone = False
         """True if the coordinator refused the session while workers were running. The workers
         continue, but launchers that join or leave are no longer noticed."""
@@ -115,7 +116,8 @@ class SharedSite:
         return ExitReporter(self._client, job_id=self._settings.job_id, launcher_id=launcher_id)
 
     async def keep(self) -> None:
-        """Maintains the site until cancelled. Raises PreconditionError when the job is stopped."""
+        """Watches the launchers' job and the session until cancelled. Raises PreconditionError when
+        the job is stopped."""
         while self._session is None:
             await asyncio.sleep(_LOOK_S)
             await asyncio.to_thread(self._look_for_job)
@@ -215,7 +217,8 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """True if flags determine the places of all launchers in advance."""
+        """True if flags determine this launcher's node rank and the master address, so that the
+        launchers need not agree on them."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:
@@ -318,8 +321,8 @@ class SharedSite:
     async def _create(
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. If a run has
-        ended, waits until all its members have left."""
+        """Creates a job at the coordinator. Waits for the coordinator, which may start later than
+        the launchers, and until all members of a previous run have left."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S
@@ -519,8 +522,9 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Makes launchers stop waiting for this launcher. If this launcher finished while all
-        launchers had their places, the job is finished, and the others finish on their own."""
+        """Stops the launchers' job unless it is finished, so that no other launcher waits for this
+        one. The job is finished if this launcher finished while all launchers had node ranks; the
+        others then finish on their own."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")

@@ -52,7 +52,7 @@ class JobNews:
     why: str
     """Human-readable reason why the job ended."""
     holders: int
-    """Number of members that hold the training state or a part of it, because they have a rank or
+    """Number of members that hold all or part of the training state, because they have a rank or
     have committed a step. While the job is waiting for more workers, no member has a rank."""
     refused: str
     """Reason why the job refuses this machine; empty if the machine is not refused."""
@@ -201,7 +201,7 @@ class ExitReporter:
         )
 
     def close(self) -> None:
-        """Abandons reports of exits that are in progress."""
+        """Makes calls to `report` that are still in progress give up."""
         self._closed.set()
 
     def _report(

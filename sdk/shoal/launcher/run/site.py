@@ -39,7 +39,7 @@ class Ending(Enum):
 
 
 class Site(Protocol):
-    """Environment of a run: its coordinator, and this launcher's place among other launchers."""
+    """Environment of a run: its coordinator, and the launchers on other machines, if any."""
 
     coordinator: str
     """Address of the coordinator (host:port), passed to the workers."""
@@ -57,21 +57,23 @@ class Site(Protocol):
         ...
 
     async def keep(self) -> None:
-        """Maintains the site until cancelled. Called once the site is open. Raises ShoalError if
-        the run must end for all launchers."""
+        """Restarts services of the run's own cluster that die, or watches for a stop by another
+        launcher, until cancelled. Called once the site is open. Raises ShoalError if the run must
+        end for all launchers."""
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns this launcher's place for the next start of all its workers. Waits for other
-        launchers. May be called before the site is open. Raises ShoalError.
+        """Returns this launcher's placement (node rank, number of nodes, master address) for the
+        next start of all its workers. Waits for the other launchers. May be called before the site
+        is open. Raises ShoalError.
 
         `again`: True if the other launchers must restart their workers too.
         """
         ...
 
     async def moved(self) -> None:
-        """Waits until launchers have joined or left, which invalidates the result of the last
-        `place()`."""
+        """Waits until launchers have joined or left. The result of the last `place()` is then no
+        longer valid."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -85,8 +87,8 @@ class Site(Protocol):
         at most.
 
         `known`: values of the job that the coordinator no longer has once the members have left.
-        Its "history" is used if the coordinator recorded hardly any losses, because the run took a
-        few seconds."""
+        The entry "history" is used only if the coordinator recorded hardly any losses, because the
+        run took only a few seconds."""
         ...
 
     def close(self, ending: Ending) -> None:

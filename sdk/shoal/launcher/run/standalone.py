@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class StandaloneSite:
-    """Site of a run with its own cluster. Implements `site.Site`. Belongs to the event loop's
-    thread."""
+    """Environment of a run with its own cluster. Implements `site.Site`. Belongs to the event
+    loop's thread."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class StandaloneSite:
         await self._keeper.keep()
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """Returns a place without waiting. Each call returns a new port, since the previous port
-        may still be in use."""
+        """Returns a placement without waiting. Unless a flag sets the master port, each call
+        returns a new port, since the previous one may still be in use."""
         self._release_port()
         port = self._settings.master_port
         if port is None:

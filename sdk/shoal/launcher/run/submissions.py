@@ -1,5 +1,6 @@
-"""Runs in the background: any process of this user on this host can use a launcher's output and
-result files to follow it (docs/explanation/launcher-and-deployment.md#batch-systems).
+"""Starts runs in the background and reads their output and results. Both are in files, so any
+process of this user on this host can follow a run
+(docs/explanation/launcher-and-deployment.md#batch-systems).
 
 Each run has a directory below the directory of its job: `submission.json` describes the command and
 its process, `output.log` contains all output, and `result.json` the outcome. The launcher's process

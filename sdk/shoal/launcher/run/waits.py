@@ -1,4 +1,4 @@
-"""Words for what the start of a run is waiting for. Pure.
+"""Describes in words what a run that is starting is waiting for. Pure.
 
 On a busy machine, importing torch and starting the coordinator can take minutes, in which nothing
 else is printed.
@@ -23,7 +23,7 @@ def awaited(
     joined: int,
     seconds: float,
 ) -> str:
-    """Returns what the start of a run is waiting for; empty if that is unknown.
+    """Returns what the run is waiting for, as part of a sentence; empty if that is unknown.
 
     Args:
         checking: True if the machine's health checks are in progress.

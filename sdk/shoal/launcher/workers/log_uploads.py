@@ -1,12 +1,12 @@
 """Uploads the workers' log files to an object store while they grow.
 
 Objects cannot be appended to. A long file is therefore uploaded in parts, `stdout.log`,
-`stdout.log.2`, ..., and only its last part again when the file has grown. A failed upload does not
-change the result of the run: the thread retries it, and the files remain on the local disk until
-all of them are uploaded.
+`stdout.log.2`, ... When the file grows, only its last part is uploaded again. A failed upload does
+not change the result of the run: the thread retries it, and the files remain on the local disk
+until all of them are uploaded.
 
-The thread owns the connection to the storage and `_sent`. It is a daemon, so a request that hangs
-does not keep the launcher alive.
+The thread owns the connection to the object store and `_sent`. It is a daemon, so a request that
+hangs does not keep the launcher alive.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ class LogUploads:
         self._thread.start()
 
     def end_notes(self) -> None:
-        """Stops showing messages. Must be called before what shows them is closed."""
+        """Stops showing messages. Must be called before the terminal output that `note` writes to
+        is closed."""
         with self._noting:
             self._note = None
 
     def finish(self, tell: Callable[[str], None]) -> None:
-        """Uploads the rest. Waits for up to `patience` or until Ctrl-C, and tells the user where
-        the files are. Must be called after the last write to a file."""
+        """Uploads the rest of the files. Waits for up to `patience` or until Ctrl-C, then tells the
+        user where the files are. Must be called after the last write to a file."""
         self._give_up_at = time.monotonic() + self._patience_s
         self._ending.set()
         silent = f"the storage did not respond within {self._patience_s:g} s"
@@ -144,8 +145,8 @@ class LogUploads:
         return failure is None
 
     def _upload(self, file: Path) -> None:
-        """Uploads what a file contains now. What is written to it meanwhile is left for the next
-        call, because a file that grows fast would otherwise keep the others from being uploaded."""
+        """Uploads the current contents of a file. Data written during the upload is left for the
+        next call, so that a fast-growing file does not keep the others from being uploaded."""
         name = file.relative_to(self._directory).as_posix()
         size = file.stat().st_size
         while self._sent.get(file, 0) < size:

@@ -5,9 +5,10 @@ Workers of a plain script form a unit, as with torchrun: if one fails, the other
 either all workers or none are restarted.
 
 Elastic workers (workers that have joined the job) are replaced individually while the others
-continue, if the cause may not recur: a signal or an eviction. A worker that *raised* an exception
-would probably raise it again, and so would the others; the job then fails, unless --max-restarts
-allows a restart. If no worker has failed, the state of the job decides whether the run is finished.
+continue, if the cause need not occur again: a signal or an eviction. A worker that *raised* an
+exception would probably raise it again, and so would the others. The job then fails, unless
+--max-restarts allows a restart. If no worker has failed, the state of the job decides whether the
+run is finished.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Action(Enum):
 
 
 class JobEnd(Enum):
-    """State of a job with respect to its end, as known to a launcher."""
+    """A launcher's knowledge of whether and how a job has ended."""
 
     UNKNOWN = auto()
     """The coordinator could not be asked, or does not know the job. Running workers are not
@@ -58,7 +59,7 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended. A new member would then have no work."""
+        """True if the job has ended or is stopping, so that a new member would have no work."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
@@ -128,7 +129,7 @@ class RestartPolicy:
                 elastic workers. None: 0, or ELASTIC_RESTARTS for elastic workers that did not raise
                 an exception.
             fail_fast: True to end the job when an elastic worker has raised an exception.
-            fail_on_stop: True if a run that was asked to stop counts as not finished.
+            fail_on_stop: True if a run that was asked to stop is considered unfinished.
         """
         self.restarts = 0
         """Number of restarts of all workers so far."""
@@ -171,8 +172,8 @@ class RestartPolicy:
         self._stopping = False
 
     def stopping(self) -> None:
-        """Records that the launcher has asked all workers to exit. From then on, there is no
-        reaction to exits."""
+        """Records that the launcher has asked all workers to exit. From then on, `exited` returns
+        `Action.NONE`."""
         self._stopping = True
 
     def joined(self) -> None:
@@ -244,7 +245,8 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """True if the other launchers of the job must be notified of `fatal`."""
+        """True if the failure `fatal` ends the job, so that the other launchers must be
+        notified."""
         return self.fatal is not None and self._fail_fast
 
     @property

@@ -155,9 +155,9 @@ class LogSettings:
     ) -> LogSettings:
         """Parses the values of the flags.
 
-        If only a place is given, all output is stored in it. If only redirects or tee are given, a
-        directory is created in /tmp. If the place is a URL, the files are first written to the
-        staging directory.
+        `place` is the directory or URL for log files. If only `place` is given, all output is
+        stored there. If only `redirects` or `tee` is given, a directory is created in /tmp. If
+        `place` is a URL, the files are first written to the staging directory.
         """
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
         if place is not None and not to_files and not to_both:

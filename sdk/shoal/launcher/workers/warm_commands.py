@@ -1,5 +1,5 @@
-"""Decides whether a warm process can run a command, from the command, the environment and the text
-of the script. Does not import or run any part of the command."""
+"""Decides whether a warm process can run a command, based on the command, the environment and the
+text of the script. Does not import or run any part of the command."""
 
 from __future__ import annotations
 

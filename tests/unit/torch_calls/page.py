@@ -134,9 +134,9 @@ way, as in torch's own data parallelism.
 - If a step is aborted, Shoal restores everything that its passes changed: buffers, written
   parameters, extra state, and tensors and numbers in attributes of modules (under `tensor`,
   `pipeline` and `hybrid`, only tensors).
-- A joiner does not receive attributes of modules: they have the values that the constructor set.
-  The same is true after `shoal.resume`, as in plain torch. If a pass changes an attribute and later
-  passes use it, make it a buffer or return it from `get_extra_state()`.
+- A joiner does not receive attributes of modules: in the joiner, they have the values that the
+  constructor set. The same is true after `shoal.resume`, as in plain torch. If a pass changes an
+  attribute and later passes use it, make it a buffer or return it from `get_extra_state()`.
 - `get_extra_state()` must return a value that a checkpoint can store; otherwise `as_distributed`
   raises. Joiners, checkpoints, `full_state_dict()` and saved models include the value. If the
   ranks' values differ, rank 0's value is used.
@@ -190,8 +190,8 @@ loss = contrast(model.encode(images), model.encode(texts))
 You can call `torch.compile(model)` on the result of `as_distributed` under every strategy; the
 compiled model computes the same values. Only your modules are compiled; Shoal's own code and hooks
 run uncompiled. `model.compile()` does the same in place. You may also compile the module, or blocks
-of it, before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, the layers that
-are split are not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
+of it, before `as_distributed`. Under `tensor`, `pipeline`, and a `hybrid` that uses either, the
+layers that are split are not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
 
 You may replace a module's `forward` (`layer.forward = ...`), except under `tensor`, `pipeline` and
 `hybrid`. These split a layer according to its class, so `as_distributed` raises an error.

@@ -12,7 +12,7 @@ _TEXT = """# torch's own calls on a distributed model
 
 Look up a torch call in the table to see whether it works on a distributed model, and if not, which
 call replaces it. Scripts clip `p.grad`, save `state_dict()`, and count `p.numel()`, but strategies
-that shard a model spread these values over several ranks, or have them only during passes. No call
+that shard a model spread these values over several ranks, or keep them only during passes. No call
 is silently wrong: it either returns the same result as in one process, or raises a
 `PreconditionError` or `ConfigurationError` that names the replacement. Before the first step, every
 rank has the full model, and every call works as in plain torch.
@@ -28,7 +28,7 @@ one process. Under `local_sgd`, they compare each rank with a single process, wi
 {table}
 
 These tests do not cover `async_sgd`, whose workers have full values and their own gradients but no
-optimizer state. Calls are therefore right for the worker that makes them, except calls that change
+optimizer state. Calls are therefore right for the worker that makes them, unless they change
 values. Between two steps, a change of values raises `PARAMETERS_WRITTEN`, because the servers'
 values would overwrite it.
 
@@ -56,14 +56,14 @@ step, so a later backward pass cannot add to them. If such a pass runs before `z
 
 Read and set the optimizer's settings in `optimizer.param_groups`, as in torch. The groups contain
 the model's own parameters, although the optimizer of a sharded model updates only pieces of them. A
-computation over these parameters behaves like a computation over `model.parameters()`: it either is
+computation over these parameters behaves like a computation over `model.parameters()`: it is either
 right, or raises an error that names the replacement. `model.gather_full_parameters()` returns full
 values on every rank, and `optimizer.state_dict()` the full state.
 
-If a rank has only the state of its pieces, `optimizer.state[p]` raises. If there are step hooks,
-for one optimizer or for all (`torch.optim.optimizer.register_optimizer_step_post_hook`),
-`optimizer.step()` raises, because the hooks would receive the optimizer that has only the pieces
-([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
+If a rank has only the state of its pieces, `optimizer.state[p]` raises an error. If there are step
+hooks, for one optimizer or for all (`torch.optim.optimizer.register_optimizer_step_post_hook`),
+`optimizer.step()` raises an error, because the hooks would receive the optimizer that has only the
+pieces ([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
 
 Make calls that change values (`load_state_dict`, `p.mul_`, `nn.init`) on every rank in the same
 way, as in torch's own data parallelism.
@@ -79,17 +79,17 @@ way, as in torch's own data parallelism.
 - **Freezing.** Under `ddp`, `local_sgd` and `async_sgd`, a script may freeze and unfreeze
   parameters between steps, in the same way on all ranks; other strategies refuse this. No strategy
   accepts parameters that are added or replaced later, in the module or in `optimizer.param_groups`:
-  change values in place (`test_parameters_that_change.py` there).
+  change values in place (`test_parameters_that_change.py` in the same folder).
 - `p.register_hook` and `p.register_post_accumulate_grad_hook` receive the gradient of this rank's
   samples, before it is summed over ranks, and may change it. `tensor`, `pipeline` and `hybrid`
   replace the parameters with other tensors, so they refuse hooks that are registered before or
   after `as_distributed` (`test_gradient_hooks.py`).
-- A script may set `p.grad` instead of calling `backward()`, for example from
-  `torch.autograd.grad`, under `ddp` and `tensor`. Strategies that shard gradients raise
+- Under `ddp` and `tensor`, a script may set `p.grad` instead of calling `backward()`, for example
+  to the result of `torch.autograd.grad`. Strategies that shard gradients raise an error
   (`test_gradients_set_by_scripts.py`).
-- **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy
-  with a common step (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under `local_sgd` the rule
-  applies to each round.
+- **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy in
+  which all ranks take each step together (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under
+  `local_sgd` the rule applies to each round.
 - **Floating-point buffers** become the weighted mean over all ranks. If all elements are positive
   infinity when `as_distributed` is called, the buffer becomes the minimum over all ranks instead;
   if all are negative infinity, the maximum.
@@ -97,31 +97,32 @@ way, as in torch's own data parallelism.
   all ranks, and `scale` and `zero_point` are computed from them. In a pass, each rank computes
   quantization parameters from its own samples. Per-channel observers get their shape in the first
   pass: under `tensor`, `pipeline` and `hybrid`, run that pass before `as_distributed`.
-- **`int64` buffers** are treated as counters. If all passes make the same change, the change counts
-  once (a count of steps); otherwise the changes are summed (a count of samples). Changes that are
-  equal to, or add up to, the number of samples in each pass are summed too. If every pass has one
-  sample, the two cases look the same, and count as steps. Store a maximum or minimum in floating
-  point instead, with infinity as its initial value. In the first 100 steps, a warning names a
-  buffer whose summed changes differ from the number of samples. Another warning names a buffer
-  whose equal changes are a multiple of this number, such as a count of tokens.
+- **`int64` buffers** are treated as counters. If all passes make the same change, it is added once,
+  as for a count of steps; otherwise the changes are summed, as for a count of samples. They are
+  also summed if, in each pass, the change of an element or of all elements together equals the
+  number of samples. If every pass has one sample, the two cases look the same, and the buffer is
+  treated as a count of steps. Store a maximum or minimum in floating point instead, with infinity
+  as its initial value. In the first 100 steps, a warning names a buffer whose summed changes differ
+  from the number of samples. Another warning names a buffer whose equal changes are a multiple of
+  this number, such as a count of tokens.
 - **All other buffers** (`bool`, other integers, complex numbers, floating-point buffers with some
   infinite elements) must change in the same way on all ranks and in all micro-batches. Otherwise
   `BUFFERS_DIFFER` names the buffer in the first step that differs.
-- **New buffers.** A buffer that was `None` at `as_distributed` must remain `None`, unless it is
-  `persistent=False`. The same holds for buffers that a pass registers.
+- **New buffers.** A buffer that was `None` when `as_distributed` was called must remain `None`,
+  unless it is `persistent=False`. The same holds for buffers that a pass registers.
 - **When to change buffers:** in the forward pass; with a plain batch and `backward()`, also until
-  `optimizer.step()`; and between steps, in the same way on all ranks. Once a step has ended with
-  `train_step`, clipping, or the inner loop over micro-batches, changes are no longer reduced, and
-  must be the same on all ranks. Changes of more than 2^40 in a step are refused.
+  `optimizer.step()`; and between steps, in the same way on all ranks. After `train_step`, after
+  clipping, and after the inner loop over micro-batches, changes are no longer reduced, and must be
+  the same on all ranks. Changes of more than 2^40 in a step are refused.
 - **Written parameters.** A forward pass may write parameters (momentum encoders, initialization
   from the first batch, weight clipping) under `ddp`, `zero1` and `zero2`. All ranks and
-  micro-batches must write the same values; otherwise `PARAMETERS_WRITTEN` names the parameters.
-  In a model of more than 64 MiB, the first such write must not be in a step with micro-batches.
+  micro-batches must write the same values; otherwise `PARAMETERS_WRITTEN` names the parameters. In
+  a model of more than 64 MiB, the first such write must not be in a step with micro-batches.
   Strategies that compute with copies or parts of parameters refuse such writes, even in one
   process. `local_sgd` refuses such writes to frozen parameters, and `async_sgd` refuses all of
-  them. torch does not count writes to `p.data`, so Shoal detects them by comparing values of
-  parameters in host memory: all elements in a process's first step, and a few elements in later
-  steps (`test_written_parameters.py`).
+  them. torch's version counters do not cover writes to `p.data`, so Shoal detects such writes by
+  comparing values of parameters in host memory. It compares all elements in a process's first step,
+  and a few in later steps (`test_written_parameters.py`).
 - **Writes on one rank.** If only one rank writes to parameters or buffers between two steps
   (`p.mul_`, `load_state_dict`, `p.data.mul_`), the next step raises `REPLICAS_DIVERGED` before it
   is applied. The error names the tensor and the ranks. `local_sgd` averages such values. A rank may
@@ -133,12 +134,12 @@ way, as in torch's own data parallelism.
 - If a step is aborted, Shoal restores everything that its passes changed: buffers, written
   parameters, extra state, and tensors and numbers in attributes of modules (under `tensor`,
   `pipeline` and `hybrid`, only tensors).
-- A joiner does not receive attributes of modules: they have the values that the constructor set.
-  The same is true after `shoal.resume`, as in plain torch. If a pass changes an attribute and later
-  passes use it, make it a buffer or return it from `get_extra_state()`.
+- A joiner does not receive attributes of modules: in the joiner, they have the values that the
+  constructor set. The same is true after `shoal.resume`, as in plain torch. If a pass changes an
+  attribute and later passes use it, make it a buffer or return it from `get_extra_state()`.
 - `get_extra_state()` must return a value that a checkpoint can store; otherwise `as_distributed`
-  raises. Joiners, checkpoints, `full_state_dict()` and saved models include the value. If ranks
-  differ, the value of rank 0 counts.
+  raises. Joiners, checkpoints, `full_state_dict()` and saved models include the value. If the
+  ranks' values differ, rank 0's value is used.
 - `state_dict()` may use other names than `named_parameters()`, or omit parameters, as
   activation-checkpointing wrappers and hooks do. `full_state_dict()` has the names of
   `state_dict()`; checkpoints also contain the omitted parameters. If no rank has the full
@@ -151,14 +152,14 @@ way, as in torch's own data parallelism.
   `tensor`, `pipeline` and `hybrid`, no lists or dictionaries). For anything else, the first step
   raises `STATE_UNSUPPORTED` and names the parameter and the entry
   (`test_state_that_cannot_travel.py`).
-- If a step is aborted, objects passed to `shoal.register_state` return to their state before the
-  script received the step's batch.
+- If a step is aborted, objects passed to `shoal.register_state` return to the state that they had
+  before the script received the step's batch.
 - **Non-persistent buffers** (`persistent=False`: tables, masks, random projections) get the values
   of rank 0 when training starts and when a worker joins. A buffer whose shape differs from that of
-  rank 0 (a cache) is left unchanged. Changes to these buffers are not reduced in steps. After
-  `shoal.resume`, they have the values that the script on rank 0 computed, as in plain torch, not
-  the values of the run that wrote the checkpoint. Under `async_sgd`, each worker has its own, as
-  for all buffers.
+  rank 0 (a cache) is left unchanged. Steps do not combine the ranks' changes to these buffers.
+  After `shoal.resume`, they have the values that the script on rank 0 computed, as in plain torch,
+  not the values of the run that wrote the checkpoint. Under `async_sgd`, each worker has its own
+  values, as for all buffers.
 - `BatchNorm` layers need at least two samples on a rank. If the model has such layers, each rank
   receives at least two samples or none in a short last step, provided that `global_batch_size`
   allows two for every rank in full steps. If it does not, Shoal logs a warning
@@ -189,11 +190,11 @@ loss = contrast(model.encode(images), model.encode(texts))
 You can call `torch.compile(model)` on the result of `as_distributed` under every strategy; the
 compiled model computes the same values. Only your modules are compiled; Shoal's own code and hooks
 run uncompiled. `model.compile()` does the same in place. You may also compile the module, or blocks
-of it, before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, the layers that
-are split are not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
+of it, before `as_distributed`. Under `tensor`, `pipeline`, and a `hybrid` that uses either, the
+layers that are split are not compiled (`tests/unit/worker_strategies/test_compiled_models.py`).
 
 You may replace a module's `forward` (`layer.forward = ...`), except under `tensor`, `pipeline` and
-`hybrid`. These split a layer according to its class, so `as_distributed` raises.
+`hybrid`. These split a layer according to its class, so `as_distributed` raises an error.
 
 ## A moving average
 

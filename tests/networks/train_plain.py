@@ -1,5 +1,5 @@
-"""A plain torch script that does not use Shoal. Writes the ranks' rendezvous address and their sum
-as JSON to OUTPUT."""
+"""A plain torch script that does not use Shoal. Each rank writes the rendezvous address and the
+result of an all-reduce (a one from every rank) as JSON to a file in OUTPUT."""
 
 import json
 import os

@@ -155,7 +155,7 @@ def make_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def make_data(name: str, dtype: torch.dtype) -> TensorDataset:
-    """Returns the same inputs and classes in every call."""
+    """Returns the same inputs and targets on every call."""
     generator = torch.Generator().manual_seed(5)
     if name == "gpt":
         text = torch.randint(TOKENS, (SAMPLES, LENGTH + 1), generator=generator)

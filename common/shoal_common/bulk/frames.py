@@ -2,8 +2,9 @@
 is used by both ends.
 
 The client opens a connection with `greeting`: a magic number and the ticket that OpenData returned.
-From then on both sides send frames. A frame consists of a header of 8 bytes (kind, three zeros,
-length as a big-endian u32) and content that depends on the kind:
+With shared memory, payload travels in a ring of fixed-size pieces (`area.py`), which the sender
+fills in turn. After the greeting, both sides send frames. A frame consists of an 8-byte header
+(kind, three zeros, length as a big-endian u32) and content that depends on the kind:
 
     READY      server   length: bytes of the connection's shared memory; 0: none. The memory's
                         descriptor is attached (SCM_RIGHTS)
@@ -22,8 +23,8 @@ length as a big-endian u32) and content that depends on the kind:
     FREE       both     with shared memory: the oldest filled piece has been read and may be
                         written again; length 0
 
-A connection carries one stream (an upload or a pull) at a time. The sender uses the pieces of
-shared memory in turn. Any violation of these rules closes the connection.
+A connection carries one stream (an upload or a pull) at a time. Any violation of these rules closes
+the connection.
 """
 
 from __future__ import annotations

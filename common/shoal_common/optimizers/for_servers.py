@@ -90,7 +90,8 @@ class OptimizerDeclaration:
         return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
-        """Converts hyperparameters to the keys of a torch parameter group."""
+        """Returns the hyperparameters as the entries of a torch parameter group. Inverse of
+        `read`."""
         paired = {name for names in self.pairs.values() for name in names}
         single = {
             name: bool(values[name]) if name in self.switches else values[name]

@@ -154,8 +154,8 @@ class EmbeddedRedis:
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, first with SIGINT, and waits until it has exited. Deletes a temporary
-        data directory."""
+        """Stops the server with SIGINT or, if it does not exit in time, with SIGKILL, and waits
+        until it has exited. Deletes the data directory if it is temporary."""
         if self._closed:
             return
         self._closed = True

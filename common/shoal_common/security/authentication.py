@@ -105,8 +105,8 @@ class TokenTable:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """Reads a table from lines `role: token` or `role@job: token`. Blank lines and lines that
-        start with # are skipped. Rejects a file without tokens."""
+        """Reads a table from a file with lines of the form `role: token` or `role@job: token`.
+        Skips blank lines and lines that start with #. Rejects a file without tokens."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()

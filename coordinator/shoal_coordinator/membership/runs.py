@@ -187,8 +187,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Returns whether `run` can become the newest run again: Redis may have lost it, and no member
-    is known to have trained in a later run."""
+    """Returns whether `run` can become the newest run again. This is the case if Redis may have
+    lost the run and no member is known to have trained in a later one."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)

@@ -161,7 +161,8 @@ class JobStore:
         return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
 
     async def forget(self, job_id: str) -> None:
-        """Removes a job whose data Redis has deleted from the set of jobs that `load_all` reads."""
+        """Removes a job from the set of jobs that `load_all` reads. Called when Redis has deleted
+        the job's data."""
         async with _redis_errors():
             await self._client.srem(_JOBS, job_id)
 

@@ -311,9 +311,9 @@ class Partition:
         )
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
-        """Returns whether values may exceed `limit` after all pending updates and one further
-        update. Each update multiplies the norm of the values by at most `growth`; values of zero
-        may change by about 1."""
+        """Returns whether values may exceed `limit` after all pending updates and one more. Each
+        update multiplies the norm of the values by at most `growth`. Their largest magnitude counts
+        as at least 1, because an update may change values that are zero by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 

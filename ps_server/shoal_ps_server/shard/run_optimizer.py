@@ -141,8 +141,8 @@ class PartitionOptimizer:
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """Returns the state of all runs, in order. The images share the optimizer's tensors, which
-        change in the next step."""
+        """Returns an image of each run of pieces, in the order of the pieces. The images share the
+        optimizer's state tensors, which change in the next step."""
         return tuple(
             RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
         )

@@ -80,7 +80,7 @@ class DataDirectory:
 
     def read(self, *, job_id: str, server_id: str) -> ServerImage | None:
         """Returns the snapshot of this job and server; None if there is none. After a successful
-        read, removes temporary files that a killed server has left.
+        read, removes temporary files left behind by a killed server.
 
         Raises CorruptDataError like `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
         the snapshot of a different job or server.

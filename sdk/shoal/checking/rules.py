@@ -449,8 +449,9 @@ def _is_plain(value: ast.AST) -> bool:
 
 
 def _decides(script: Script, loop: Loop, name: str) -> bool:
-    """Returns whether the variable `name` keeps a value from one iteration of the loop to the next
-    and is compared in it (also by `max` or `min`), as for the best loss so far."""
+    """Returns whether the variable `name` carries a value from one iteration of the loop to the
+    next and the loop compares it (with an operator, `max` or `min`). The best loss so far is an
+    example."""
     if name in {
         part.id
         for part in ast.walk(getattr(loop, "target", ast.Pass()))

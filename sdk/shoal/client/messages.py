@@ -133,7 +133,7 @@ def server_of(message: pb.ServerStatus) -> Server:
 
 
 def event_of(message: pb.Event) -> Event:
-    """Converts the message that describes an event."""
+    """Converts a protobuf event to an `Event`."""
     return Event(
         event_id=message.event_id,
         at=_moment(message.unix_ms),

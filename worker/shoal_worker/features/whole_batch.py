@@ -35,7 +35,7 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class WholeBatch:
-    """Combines all ranks' rows in one session."""
+    """Implements `shoal.whole_batch` for one session: combines the rows of all ranks' samples."""
 
     def __init__(self, session: Session, *, refusal: str | None) -> None:
         """`refusal`: why this run does not support `whole_batch`, and what to use instead; None if

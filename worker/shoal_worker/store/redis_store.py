@@ -396,8 +396,8 @@ class RedisStore(Store):
     def _wait_until(
         self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
     ) -> T:
-        """Calls `attempt` until it returns a value: immediately, and again each time that the first
-        absent key may have been written. `absent`: returns the keys that do not exist yet. Raises
+        """Calls `attempt` immediately, and then whenever the first absent key may have been
+        written, until it returns a value. `absent`: returns the keys that do not exist yet. Raises
         StoreTimeoutError after `timeout`."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)

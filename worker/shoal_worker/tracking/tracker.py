@@ -218,7 +218,8 @@ class Tracker:
             self._each(Delivery.close)
 
     def _put(self, report: Report) -> None:
-        """Queues a report or, while a different rank writes, keeps it. May be called from any
+        """Queues a report for the sinks. While they are closed because another rank is writing,
+        keeps the report instead, in case this rank becomes the writer. May be called from any
         thread."""
         if self._open:
             self._each(lambda delivery: delivery.put(report))

@@ -38,7 +38,7 @@ def history(
     plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """List past runs of this machine, show one of them, or compare two.
+    """List past runs on this machine, show one of them, or compare two.
 
     Runs are kept on disk with their output and events, even after their cluster has ended. `shoal
     status`, `shoal events` and `shoal logs` show a past run with --run. --plot draws a plot of RUN.

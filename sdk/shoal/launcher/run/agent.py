@@ -169,7 +169,7 @@ class Agent:
 
     @property
     def course(self) -> Course:
-        """Course of the run so far."""
+        """The run over time so far: its throughput, losses and pauses."""
         return self._follower.account.course
 
     def run(self) -> RunResult:

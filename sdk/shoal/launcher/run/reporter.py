@@ -144,7 +144,7 @@ class ExitReporter:
 
     def report_health(self, failure: str) -> None:
         """Reports a failed health check of this machine or, if `failure` is empty, that all checks
-        passed. Blocks for at most 2 s. Never raises an error, like `report_leaving`."""
+        passed. Like `report_leaving`, blocks for at most 2 s and never raises an error."""
         if failure:
             self._report_machine(pb.MACHINE_CONDITION_UNHEALTHY, failure)
         else:

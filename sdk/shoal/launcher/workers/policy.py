@@ -5,7 +5,7 @@ Workers of a plain script form a unit, as with torchrun: if one fails, the other
 either all workers or none are restarted.
 
 Elastic workers (workers that have joined the job) are replaced individually while the others
-continue, if the cause need not occur again: a signal or an eviction. A worker that *raised* an
+continue, if the cause is unlikely to recur: a signal or an eviction. A worker that *raised* an
 exception would probably raise it again, and so would the others. The job then fails, unless
 --max-restarts allows a restart. If no worker has failed, the state of the job decides whether the
 run is finished.

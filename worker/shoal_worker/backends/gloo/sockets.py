@@ -145,8 +145,9 @@ class GroupSockets:
         return len(self._copies)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the traffic of the connections by peer address; the traffic of several
-        connections to one address is added. Callable from any thread."""
+        """Returns the traffic of the connections by peer address. For several connections to one
+        address, the bytes are summed, and `busy_s` is the largest value. Callable from any
+        thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
             with contextlib.suppress(OSError):  # closed by another thread, or broken

@@ -513,8 +513,9 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Returns this machine's address for other machines, for use without a coordinator; loopback if
-    there is no route to other machines."""
+    """Returns the address at which other machines can reach this one, for workers without a
+    coordinator. Unless the settings name an address, it is loopback if there is no route to other
+    machines."""
     towards = next(
         (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
     )

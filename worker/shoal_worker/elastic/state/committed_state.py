@@ -218,7 +218,7 @@ class CommittedState:
         return self.step
 
     def committed(self, step: Step) -> None:
-        """Records that `step` was applied: names the resulting state, and updates the numbers of
+        """Records that `step` was applied: names the resulting state, and updates the counts of
         outcomes and samples."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control

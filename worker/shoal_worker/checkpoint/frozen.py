@@ -10,9 +10,9 @@ values.
                                                        each frozen parameter
       frozen-3f0c...-00001-of-00003.safetensors        their values, in the format of `shards.py`
 
-With `save_checkpoint(frozen="write")`, the default, the files are named by a digest of everything in
-them. The next checkpoint with the same frozen values has hard links to the same files, or copies if
-the file system has no links. Each checkpoint is therefore complete, and the disk space is freed
+With `save_checkpoint(frozen="write")`, the default, the files are named by a digest of everything
+in them. The next checkpoint with the same frozen values has hard links to the same files, or copies
+if the file system has no links. Each checkpoint is therefore complete, and the disk space is freed
 when the last of them is removed. With `frozen="reference"`, there are no such files: the reader of
 the checkpoint must provide the values, and their digests must match.
 """

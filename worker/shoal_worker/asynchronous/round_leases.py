@@ -103,8 +103,7 @@ class RoundLeases:
         return None if dealt is None else dealt.round
 
     def at_hand(self, loader: str) -> int:
-        """Returns the key under which the loader's current round is pushed (`LeaseSource.at_hand`).
-        """
+        """Returns the key for pushes of the loader's current round (`LeaseSource.at_hand`)."""
         return self._rounds.at_hand(loader)
 
     def newest_epoch(self, loader: str, epoch: int) -> int:

@@ -215,8 +215,7 @@ class RemoteCheckpoints:
         return self.folder.child(name) if name and same else None
 
     def _prune(self, written: str, run: str, keep: int) -> None:
-        """Removes checkpoints that need not be kept. If a removal fails, the upload still succeeds.
-        """
+        """Removes checkpoints beyond `keep`. If a removal fails, the upload still succeeds."""
         try:
             own = [
                 (name, info)

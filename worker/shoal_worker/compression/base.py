@@ -210,8 +210,7 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """Returns the payload size for a tensor of this shape, as computed by `codecs.payload_bytes`.
-    """
+    """Returns the payload size for a tensor of this shape (`codecs.payload_bytes`)."""
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 

@@ -141,8 +141,7 @@ class Links:
     def start_all_reduce(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Callable[[], None]:
-        """Starts an all-reduce of `tensor`, in place. Returns a function that waits for the result.
-        """
+        """Starts an in-place all-reduce of `tensor`. Returns a function that waits for it."""
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:

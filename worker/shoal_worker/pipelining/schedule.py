@@ -183,8 +183,7 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """Stage without a model. It has the attributes that torch's schedules need to compute an order.
-    """
+    """Stage without a model, with the attributes from which torch's schedules compute an order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = (

@@ -32,8 +32,7 @@ class StageCosts:
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Returns, for each rank, the largest number of bytes of activations that it keeps at any time.
-    """
+    """Returns the maximum number of bytes of activations that each rank keeps at any time."""
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0

@@ -39,8 +39,7 @@ class Peer:
 
     @cached_property
     def line(self) -> str:
-        """This peer as one line of text. The digest of the rank table is computed from these lines.
-        """
+        """This peer as one line of text. The rank table's digest covers these lines."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 

@@ -70,8 +70,7 @@ class TrainingEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def data_parallel_rank(self) -> int:
-        """Index of this rank's replica of the model. It determines which samples the rank receives.
-        """
+        """Index of this rank's replica of the model, which determines its samples."""
 
     @property
     @abc.abstractmethod

@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -26,6 +27,8 @@ from rich.table import Table as Grid
 from benchmarks.processes import REPOSITORY, STAGE_PREFIX
 
 MISSING = "-"
+_COLUMNS: Final = 100
+"""Maximum length of a line of prose in a page."""
 _STAGE_DIRECTORY: Final = re.compile(rf"{re.escape(tempfile.gettempdir())}/{STAGE_PREFIX}\w+/")
 
 
@@ -141,16 +144,20 @@ def markdown(table: Table, machine: Machine, command: str) -> str:
     lines = [
         f"## {table.key.upper()}: {table.title}",
         "",
-        f"Target: {table.target}. {table.verdict}",
+        _filled(f"Target: {table.target}. {table.verdict}"),
         "",
-        f"`{command}` on {machine}",
+        _filled(f"`{command}` on {machine}"),
         "",
-        table.method,
+        _filled(table.method),
         "",
         *grid(table),
         "",
-        *(f"- {row.name}: `{row.command}`" for row in table.rows),
-        *(f"- {row.name} failed: {_first_line(row.failure)}" for row in table.rows if row.failure),
+        *(_filled(f"- {row.name}: `{row.command}`", indent="  ") for row in table.rows),
+        *(
+            _filled(f"- {row.name} failed: {_first_line(row.failure)}", indent="  ")
+            for row in table.rows
+            if row.failure
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -165,6 +172,16 @@ def grid(table: Table) -> list[str]:
             for row in table.rows
         ),
     ]
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _first_line(text: str) -> str:

@@ -115,7 +115,7 @@ def on_devices(
         passes_on_threads_of_autograd() as passes,
     ):
         outcomes = in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
-        assert passes() >= _WORLD * _STEPS
+        assert passes() >= _WORLD * _STEPS, outcomes
         return outcomes
 
 

@@ -138,7 +138,7 @@ def test_where_parameters_are_cut_no_rank_can_write_them(strategy: str, how: str
 def test_what_one_rank_writes_in_a_later_pass_is_refused(strategy: str, how: str) -> None:
     with pytest.raises(ConfigurationError) as stopped:
         shoal.launch(train, strategy, None, on_rank_1(WRITES[how][1]), world_size=2)
-    assert stopped.value.reason == "PARAMETERS_WRITTEN"
+    assert stopped.value.reason == "PARAMETERS_WRITTEN", stopped.value
 
 
 @pytest.mark.parametrize("micro", [None, 2])

@@ -81,7 +81,7 @@ def test_status_shows_the_members_of_the_newest_cluster(
     )
 
 
-def test_a_coordinator_can_be_named_and_the_job_of_launchers_is_not_taken_for_one_of_workers(
+def test_named_coordinator_is_used_and_a_launchers_job_is_distinguished_from_workers(
     shared_shell: Shell, cluster: Command
 ) -> None:
     (record,) = (shared_shell.directory / "runtime" / "shoal").glob("*.json")
@@ -100,7 +100,7 @@ def test_a_coordinator_can_be_named_and_the_job_of_launchers_is_not_taken_for_on
     assert (status, "other" in err, "Traceback" in err) == (1, True, False)
 
 
-def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, elastic_worker: Path) -> None:
+def test_kill_sends_sigkill_to_the_named_process(shell: Shell, elastic_worker: Path) -> None:
     cluster = start(shell, elastic_worker)
     pid = shell.pids()[1]
     status, out, err = shell.run("kill", "1")
@@ -111,7 +111,7 @@ def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, elastic_worker
     )
 
 
-def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) -> None:
+def test_drain_lets_a_worker_leave(shell: Shell, elastic_worker: Path) -> None:
     cluster = start(shell, elastic_worker)
     status, out, err = shell.run("drain", "2")
     assert (status, err) == (0, "")
@@ -130,7 +130,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(
+def test_drained_parameter_server_is_not_restarted_by_its_launcher(
     shell: Shell, elastic_worker: Path
 ) -> None:
     flags = ("--standalone", "--servers", "2", "--max-servers", "3", "--rdzv-id", "digits")
@@ -163,7 +163,7 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
     assert "was restarted" not in cluster.stderr
 
 
-def test_kill_ends_a_parameter_server_which_its_launcher_starts_anew(
+def test_killed_parameter_server_is_restarted_by_its_launcher(
     shell: Shell, elastic_worker: Path
 ) -> None:
     flags = ("--standalone", "--servers", "1", "--rdzv-id", "digits")
@@ -191,9 +191,7 @@ def test_kill_ends_a_parameter_server_which_its_launcher_starts_anew(
 
 
 @pytest.mark.parametrize("command", ["kill", "drain"])
-def test_a_rank_that_is_not_there_is_refused(
-    shared_shell: Shell, cluster: Command, command: str
-) -> None:
+def test_unknown_rank_is_refused(shared_shell: Shell, cluster: Command, command: str) -> None:
     status, out, err = shared_shell.run(command, "7")
     assert (status, out) == (1, "")
     assert "rank 7" in err
@@ -201,7 +199,7 @@ def test_a_rank_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["kill", "0"], ["drain", "0"]])
-def test_without_a_cluster_the_remedy_is_named(shell: Shell, arguments: list[str]) -> None:
+def test_command_without_a_cluster_names_the_remedy(shell: Shell, arguments: list[str]) -> None:
     status, out, err = shell.run(*arguments)
     assert (status, out) == (1, "")
     assert (
@@ -209,7 +207,7 @@ def test_without_a_cluster_the_remedy_is_named(shell: Shell, arguments: list[str
     )
 
 
-def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster: Command) -> None:
+def test_unassigned_ranks_are_shown_as_pending(shared_shell: Shell, cluster: Command) -> None:
     with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
         client.create_job(JobSpec(job_id="starting", min_workers=2, max_workers=2))
     for command in ("kill", "drain"):
@@ -221,7 +219,7 @@ def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster
         assert "its workers are still starting" in err
 
 
-def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
+def test_newest_of_several_clusters_is_shown_and_the_others_are_named(
     shared_shell: Shell, cluster: Command
 ) -> None:
     newest = Registration(
@@ -250,7 +248,7 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
         newest.close()
 
 
-def test_an_address_without_a_coordinator_is_named_with_a_remedy(shell: Shell) -> None:
+def test_address_without_a_coordinator_is_reported_with_the_remedy(shell: Shell) -> None:
     status, out, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
     assert (status, out) == (1, "")
     assert re.fullmatch(
@@ -261,7 +259,7 @@ def test_an_address_without_a_coordinator_is_named_with_a_remedy(shell: Shell) -
 
 
 @pytest.mark.parametrize("arguments", [["kill"], ["kill", "-1"], ["statu"], ["status", "--jsn"]])
-def test_command_lines_that_cannot_work_end_with_2(shell: Shell, arguments: list[str]) -> None:
+def test_invalid_command_lines_exit_with_status_2(shell: Shell, arguments: list[str]) -> None:
     assert shell.run(*arguments)[0] == 2
 
 
@@ -287,7 +285,7 @@ def test_version_and_help(shell: Shell) -> None:
     } <= set(out.split())
 
 
-def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: Shell) -> None:
+def test_ctrl_c_while_the_program_is_loading_ends_it_without_a_traceback(shell: Shell) -> None:
     script = shell.script("""
 import os, signal, sys
 
@@ -304,7 +302,7 @@ main()
     assert (command.wait(), command.stdout, command.stderr) == (130, "", "")
 
 
-def test_a_demo_that_is_killed_takes_its_run_with_it(shell: Shell) -> None:
+def test_killed_demo_takes_its_run_with_it(shell: Shell) -> None:
     demo = shell.start("demo", "--sync-epochs", "10000")
     children = psutil.Process(demo.process.pid).children
     demo.wait_for(children, "the demo's run to start")
@@ -313,7 +311,7 @@ def test_a_demo_that_is_killed_takes_its_run_with_it(shell: Shell) -> None:
     run.wait(30)
 
 
-def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) -> None:
+def test_up_without_a_terminal_runs_until_the_script_ends(shell: Shell) -> None:
     script = shell.script(
         "import os\nprint('rank', os.environ['RANK'])\nraise SystemExit(4 * (os.environ['RANK'] == "
         "'1'))"
@@ -364,7 +362,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(
     assert re.search(rb"(100%|of 2)\r\n\r\n", seen) is None, "a blank line after a worker's"
 
 
-def test_a_terminal_that_stalls_does_not_hold_up_the_end(shell: Shell) -> None:
+def test_stalled_terminal_does_not_delay_the_end(shell: Shell) -> None:
     script = shell.script("print('x' * 1_000_000)")
     shortly = (
         "from datetime import timedelta; import shoal.cli.terminal.console as c; "
@@ -394,7 +392,7 @@ def test_a_terminal_that_stalls_does_not_hold_up_the_end(shell: Shell) -> None:
         os.close(ours)
 
 
-def test_standard_error_says_what_the_end_of_a_run_with_a_blocked_standard_output_waits_for(
+def test_blocked_standard_output_at_the_end_of_a_run_is_reported_on_standard_error(
     shell: Shell,
 ) -> None:
     script = shell.script("print('x' * 1_000_000)")

@@ -81,7 +81,7 @@ def test_runs_are_listed_with_their_outcome(ended: Shell) -> None:
     assert listed[0]["end"]["metrics"] == {"accuracy": 0.5}
 
 
-def test_status_of_a_finished_run_says_so_and_has_its_figures_and_workers(ended: Shell) -> None:
+def test_status_of_a_finished_run_shows_its_figures_and_workers(ended: Shell) -> None:
     for arguments in (
         ("history", "good"),
         ("status", "--run", "good/1"),
@@ -117,7 +117,7 @@ def test_events_and_output_of_a_finished_run_are_kept(ended: Shell) -> None:
     assert "ValueError: no such luck" in received(ended, "logs")
 
 
-def test_a_finished_run_is_drawn(ended: Shell) -> None:
+def test_finished_run_can_be_plotted(ended: Shell) -> None:
     file = ended.directory / "course.svg"
     received(ended, "history", "good", "--plot", str(file))
     marks = {each.get("id") for each in ElementTree.parse(file).iter() if each.get("id")}
@@ -140,7 +140,7 @@ def test_two_runs_are_compared(ended: Shell) -> None:
     assert "arguments" in json.loads(received(ended, "history", "good", "bad", "--json"))["differs"]
 
 
-def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each(
+def test_unknown_and_unreadable_runs_are_reported_in_one_line_each(
     ended: Shell,
 ) -> None:
     status, out, err = ended.run("history", "never/2")
@@ -182,7 +182,7 @@ def test_the_status_page_of_a_finished_run_opens_from_disk(ended: Shell, tmp_pat
         assert browser.complaints() == []
 
 
-def test_a_run_that_is_stopped_or_killed_is_kept_too(shell: Shell, elastic_worker: Path) -> None:
+def test_stopped_and_killed_runs_are_kept_too(shell: Shell, elastic_worker: Path) -> None:
     flags = ("run", "--standalone", "--nproc-per-node", "1", "--rdzv-id")
     command = shell.start(*flags, "stopped", elastic_worker, shell.directory / "finish")
     command.wait_for_output("[0]: generation 1")
@@ -205,7 +205,7 @@ def test_a_run_that_is_stopped_or_killed_is_kept_too(shell: Shell, elastic_worke
     assert (status, "its launcher was killed" in err) == (1, True)
 
 
-def test_runs_beyond_the_limit_are_removed_when_another_begins(shell: Shell) -> None:
+def test_runs_beyond_the_limit_are_removed_when_another_starts(shell: Shell) -> None:
     script = shell.script("print('hello')")
     for number in range(3):
         assert (

@@ -15,7 +15,7 @@ def test_an_error_ends_with_its_reason(shell: Shell) -> None:
     assert received.rstrip().endswith("[LOG_UNKNOWN]")
 
 
-def test_an_error_whose_class_says_all_has_its_message_alone(shell: Shell) -> None:
+def test_error_whose_class_says_it_all_is_printed_without_a_reason(shell: Shell) -> None:
     status, _, received = shell.run("run", "--standalone", "nowhere.py")
     assert status == 2
     assert received.rstrip().endswith(

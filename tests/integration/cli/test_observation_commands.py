@@ -68,7 +68,7 @@ def test_jobs_are_listed(shared_shell: Shell, cluster: Command) -> None:
     ]
 
 
-def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
+def test_jobs_command_without_jobs_names_the_remedy(shell: Shell) -> None:
     status, out, err = shell.run("jobs")
     assert (status, err) == (0, "")
     assert "start one with `shoal run` or `shoal submit`" in out
@@ -77,7 +77,7 @@ def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
     assert "start one with `shoal submit`" in err
 
 
-def test_events_are_reported_one_a_line(shared_shell: Shell, cluster: Command) -> None:
+def test_events_are_printed_one_per_line(shared_shell: Shell, cluster: Command) -> None:
     status, out, err = shared_shell.run("events", COLUMNS="80")
     assert (status, err) == (0, "")
     assert out.splitlines()[0].split()[1] == "job_created"
@@ -89,7 +89,7 @@ def test_events_are_reported_one_a_line(shared_shell: Shell, cluster: Command) -
     assert [json.loads(line)["kind"] for line in out.splitlines()].count("member_joined") == 2
 
 
-def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(
+def test_top_frame_shows_ranks_servers_other_jobs_and_events(
     shared_shell: Shell, cluster: Command
 ) -> None:
     with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
@@ -118,7 +118,7 @@ def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(
         assert "\x1b" not in out
 
 
-def test_top_on_a_terminal_goes_on_until_q(shared_shell: Shell, cluster: Command) -> None:
+def test_top_on_a_terminal_runs_until_q(shared_shell: Shell, cluster: Command) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(theirs)
@@ -153,7 +153,7 @@ def read_some(terminal: int) -> bytes:
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 
-def test_stop_ends_a_job_at_a_step_boundary_and_followed_events_end_with_it(
+def test_stop_ends_a_job_at_a_step_boundary_and_ends_followed_events(
     shell: Shell, elastic_worker: Path
 ) -> None:
     run = shell.start(
@@ -179,7 +179,7 @@ def test_stop_ends_a_job_at_a_step_boundary_and_followed_events_end_with_it(
     assert "seen enough" in events.stdout
 
 
-def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
+def test_logs_follow_a_submitted_job_that_outlives_the_command(
     shell: Shell, submitted: Submissions, elastic_worker: Path
 ) -> None:
     status, out, err = shell.run(
@@ -210,7 +210,7 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
 
 
 @pytest.mark.parametrize("command", ["stop", "events", "top"])
-def test_without_a_cluster_every_command_names_the_remedy(shell: Shell, command: str) -> None:
+def test_every_command_without_a_cluster_names_the_remedy(shell: Shell, command: str) -> None:
     status, out, err = shell.run(command)
     assert (status, out) == (1, "")
     assert (

@@ -75,7 +75,7 @@ def test_a_submitted_job_is_seen_and_ends_well(here: Shell, client: Client, trai
     assert ended.value.reason == "JOB_ENDED"
 
 
-def test_another_process_follows_a_submitted_job_and_hears_how_it_ended(
+def test_another_process_follows_a_submitted_job_and_receives_its_outcome(
     here: Shell, training: str
 ) -> None:
     logs = here.start("logs", "--follow", "--job", training)
@@ -95,9 +95,7 @@ def test_another_process_follows_a_submitted_job_and_hears_how_it_ended(
     assert {line[:5] for line in out.splitlines()} == {"[0]: "}
 
 
-def test_a_job_that_fails_says_with_which_status_and_whose_exception(
-    here: Shell, client: Client
-) -> None:
+def test_failed_job_reports_its_exit_status_and_exception(here: Shell, client: Client) -> None:
     script = here.script(
         "import os\nif os.environ['RANK'] == '1': raise SystemExit(3)\nimport time; time.sleep(90)"
     )
@@ -108,7 +106,7 @@ def test_a_job_that_fails_says_with_which_status_and_whose_exception(
     assert result.summary in "\n".join(client.logs(job_id)) + "\n"
 
 
-def test_what_the_command_line_refuses_is_the_result(here: Shell, client: Client) -> None:
+def test_command_line_errors_are_returned_as_the_result(here: Shell, client: Client) -> None:
     job_id = client.submit(here.script("pass"), flags=["--max-restarts", "-1"])
     result = client.wait(job_id, timeout=WAIT)
     assert (result.ok, result.exit_status, result.summary) == (
@@ -118,7 +116,7 @@ def test_what_the_command_line_refuses_is_the_result(here: Shell, client: Client
     )
 
 
-def test_an_id_is_used_again_when_the_run_before_has_ended(
+def test_id_is_reused_after_the_previous_run_has_ended(
     here: Shell, client: Client, training: str, elastic_worker: Path
 ) -> None:
     with pytest.raises(
@@ -134,7 +132,7 @@ def test_an_id_is_used_again_when_the_run_before_has_ended(
     assert Submissions().newest(training).run == 2
 
 
-def test_a_launcher_that_was_killed_leaves_no_status_and_says_so(
+def test_killed_launcher_leaves_no_status_and_the_result_reports_it(
     client: Client, training: str
 ) -> None:
     os.kill(Submissions().newest(training).pid, signal.SIGKILL)
@@ -149,7 +147,7 @@ def test_stop_ends_a_job_at_a_step_boundary(client: Client, training: str) -> No
     assert "[1]: left" in client.logs(training)
 
 
-def test_a_job_can_be_stopped_before_it_has_begun(
+def test_job_can_be_stopped_before_it_has_started(
     here: Shell, client: Client, elastic_worker: Path
 ) -> None:
     job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2)
@@ -157,9 +155,7 @@ def test_a_job_can_be_stopped_before_it_has_begun(
     assert client.wait(job_id, timeout=WAIT).exit_status is not None
 
 
-def test_a_rank_is_killed_or_drained_and_the_events_report_it(
-    client: Client, training: str
-) -> None:
+def test_kill_and_drain_of_a_rank_are_reported_as_events(client: Client, training: str) -> None:
     killed = client.kill(training, rank=1)
     assert killed is not None
     with client.events(training, follow=True, timeout=WAIT) as events:
@@ -183,7 +179,7 @@ def test_a_rank_is_killed_or_drained_and_the_events_report_it(
         client.kill(training, rank=7)
 
 
-def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(
+def test_followed_events_end_with_the_jobs_cluster_or_when_closed(
     here: Shell, client: Client, training: str
 ) -> None:
     received: list[str] = []
@@ -202,7 +198,7 @@ def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(
     assert client.wait(training, timeout=WAIT).ok
 
 
-def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(
+def test_every_wait_has_a_deadline_and_names_what_is_missing(
     here: Shell, client: Client, training: str
 ) -> None:
     short = timedelta(seconds=0.3)
@@ -229,7 +225,7 @@ def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(
         client.job(training)
 
 
-def test_the_asynchronous_client_does_the_same_on_a_loop(here: Shell, training: str) -> None:
+def test_async_client_behaves_like_the_sync_one(here: Shell, training: str) -> None:
     async def run() -> None:
         async with AsyncClient(timeout=timedelta(seconds=30)) as client:
             assert [each.job_id for each in await client.jobs()] == [training]

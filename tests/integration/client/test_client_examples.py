@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 PAGE = Path(__file__).parents[3] / "docs" / "client.md"
 
 
-def test_the_scheduler_runs_jobs_one_after_another_and_one_that_failed_again(here: Shell) -> None:
+def test_scheduler_runs_jobs_one_after_another_and_repeats_a_failed_one(here: Shell) -> None:
     here.script("print('first')", "first.py")
     here.script(
         "import os, pathlib; p = pathlib.Path('tried'); e = p.exists(); p.touch(); raise "

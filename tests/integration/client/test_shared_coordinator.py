@@ -46,7 +46,7 @@ def coordinator(here: Shell, tmp_path: Path) -> Iterator[str]:
     service.release()
 
 
-def test_jobs_are_submitted_to_it_with_the_clients_token(
+def test_jobs_are_submitted_to_a_shared_coordinator_with_the_clients_token(
     here: Shell, coordinator: str, elastic_worker: Path
 ) -> None:
     with Client(ChannelSettings(address=coordinator, token=ADMIN)) as client, Client() as local:
@@ -68,7 +68,7 @@ def test_jobs_are_submitted_to_it_with_the_clients_token(
         assert local.result(job_id).ok
 
 
-def test_jobs_that_others_have_started_are_waited_for_there(
+def test_jobs_started_by_others_can_be_awaited(
     here: Shell, coordinator: str, elastic_worker: Path
 ) -> None:
     flags = ("--rdzv-endpoint", coordinator, "--rdzv-id", "theirs", "--nproc-per-node", "2")
@@ -91,7 +91,7 @@ def test_jobs_that_others_have_started_are_waited_for_there(
         assert launcher.wait() == 0
 
 
-def test_a_job_that_nobody_began_is_known_to_wait(coordinator: str) -> None:
+def test_job_that_has_not_started_is_reported_as_waiting(coordinator: str) -> None:
     settings = ChannelSettings(address=coordinator, token=ADMIN)
     with CoordinatorClient(settings) as raw, Client(settings) as client:
         raw.create_job(JobSpec(job_id="waiting", min_workers=2, max_workers=3))

@@ -29,7 +29,7 @@ event: member_left member-of-node
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="Node.js and npm are not installed")
-def test_a_client_in_javascript_speaks_to_the_coordinator(zygote: Zygote, tmp_path: Path) -> None:
+def test_javascript_client_talks_to_the_coordinator(zygote: Zygote, tmp_path: Path) -> None:
     program = shutil.copytree(
         ROOT / "examples" / "javascript",
         tmp_path / "javascript",

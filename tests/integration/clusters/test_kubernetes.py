@@ -65,7 +65,7 @@ def start_services(pods: Pods) -> RunningPod:
     return coordinator
 
 
-def test_coordinator_redis_and_workers_of_the_manifests_train_the_script(
+def test_manifests_run_coordinator_redis_and_workers_that_train_the_script(
     cluster: Callable[[str], Pods], tmp_path: Path
 ) -> None:
     pods = cluster((FOLDER / "base/train.py").read_text())
@@ -101,7 +101,7 @@ SLOW = """
 """
 
 
-def test_a_pod_that_is_deleted_leaves_and_one_whose_machine_dies_is_replaced(
+def test_deleted_pod_leaves_and_a_pod_on_a_dead_machine_is_replaced(
     cluster: Callable[[str], Pods], tmp_path: Path
 ) -> None:
     pods = cluster(textwrap.dedent(SLOW))
@@ -139,7 +139,7 @@ ASYNCHRONOUS = """
 """
 
 
-def test_parameter_servers_of_the_manifests_hold_the_model(
+def test_parameter_servers_of_the_manifests_serve_the_model(
     cluster: Callable[[str], Pods], tmp_path: Path
 ) -> None:
     pods = cluster(textwrap.dedent(ASYNCHRONOUS))

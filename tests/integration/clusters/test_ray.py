@@ -136,7 +136,7 @@ def drive(cluster: RayCluster, tmp_path: Path) -> Iterator[Any]:
     cluster.wait_until_free()
 
 
-def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result_is_the_same(
+def test_killed_node_is_replaced_by_ray_and_the_result_is_unchanged(
     cluster: RayCluster, drive: Any
 ) -> None:
     statement = """
@@ -165,9 +165,7 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
 
 
 @pytest.mark.matrix
-def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(
-    cluster: RayCluster, drive: Any
-) -> None:
+def test_workers_above_the_minimum_join_when_ray_has_room(cluster: RayCluster, drive: Any) -> None:
     driver = drive("tell(shoal.ray.run(train, args=(HERE,), workers=(2, 4)))")
     driver.wait_for_steps_of(3)
     cluster.add_node()
@@ -178,7 +176,7 @@ def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(
     assert values["0"] == values["1"] == values["2"] == values["3"]
 
 
-def test_the_pages_script_prints_what_the_function_returned_by_rank(
+def test_script_of_the_page_prints_the_return_values_by_rank(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
@@ -239,7 +237,7 @@ ERRORS = """
 
 
 @pytest.mark.matrix
-def test_each_error_is_reported_once_and_says_what_to_do(drive: Any) -> None:
+def test_each_error_is_reported_once_with_a_remedy(drive: Any) -> None:
     raised, nowhere, not_sent, not_returned, no_script = drive(ERRORS).received()
     assert raised[0] == "LookupError"
     assert raised[2] == "number 7"
@@ -271,7 +269,7 @@ def test_ctrl_c_lets_the_workers_save_and_leaves_nothing_behind(drive: Any) -> N
 
 
 @pytest.mark.matrix
-def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
+def test_parameter_servers_have_bundles_of_their_own(drive: Any) -> None:
     driver = drive("""
         def train():
             import torch
@@ -300,7 +298,7 @@ def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
 
 
 @pytest.mark.matrix
-def test_a_coordinator_that_runs_already_is_shown_the_drivers_token(
+def test_existing_coordinator_receives_the_drivers_token(
     cluster: RayCluster, drive: Any, tmp_path: Path
 ) -> None:
     token = secrets.token_hex(8)

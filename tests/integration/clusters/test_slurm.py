@@ -124,7 +124,7 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
     made.job.cancel()
 
 
-def goes_on_from_where_it_stopped(training: Training, job: Job) -> None:
+def resumes_where_it_stopped(training: Training, job: Job) -> None:
     """Checks that the run ended by SIGTERM left a complete checkpoint, and that the requeued job
     resumes from it as a new run."""
     first, second = f"slurm-{job.number}", f"slurm-{job.number}-1"
@@ -156,25 +156,25 @@ def test_the_pages_script_trains_to_its_end_on_three_machines(training: Training
     )
 
 
-def test_sigterm_to_the_steps_leaves_a_whole_checkpoint_and_the_script_requeues_the_job(
+def test_sigterm_to_the_steps_leaves_a_complete_checkpoint_and_requeues_the_job(
     slurm: Slurm, training: Training
 ) -> None:
     training.wait_all_train()
     slurm.ask("scancel", "--signal=TERM", training.job.number)
-    goes_on_from_where_it_stopped(training, training.job)
+    resumes_where_it_stopped(training, training.job)
 
 
 @pytest.mark.matrix
-def test_a_job_that_is_requeued_goes_on_from_its_checkpoint_as_a_new_run(
+def test_requeued_job_resumes_from_its_checkpoint_as_a_new_run(
     slurm: Slurm, training: Training
 ) -> None:
     training.wait_all_train()
     slurm.ask("scontrol", "requeue", training.job.number)
-    goes_on_from_where_it_stopped(training, training.job)
+    resumes_where_it_stopped(training, training.job)
 
 
 @pytest.mark.matrix
-def test_a_job_that_is_preempted_goes_on_when_the_other_is_done(
+def test_preempted_job_resumes_when_the_other_one_is_done(
     slurm: Slurm, training: Training, tmp_path: Path
 ) -> None:
     training.wait_all_train()
@@ -183,10 +183,10 @@ def test_a_job_that_is_preempted_goes_on_when_the_other_is_done(
         "#!/bin/bash\ntrue\n", other, "--partition=high", "--nodes=3", "--exclusive"
     )
     urgent.wait_completed()
-    goes_on_from_where_it_stopped(training, training.job)
+    resumes_where_it_stopped(training, training.job)
 
 
-def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(
+def test_training_continues_when_a_machine_is_drained_and_another_dies(
     slurm: Slurm, training: Training
 ) -> None:
     training.wait_all_train()
@@ -202,9 +202,7 @@ def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(
 
 
 @pytest.mark.matrix
-def test_parameter_servers_and_workers_are_the_parts_of_one_step(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_parameter_servers_and_workers_run_in_one_step(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train_async.py").write_text(textwrap.dedent(ASYNCHRONOUS))
     job = slurm.submit(
         SCRIPT_WITH_SERVERS, tmp_path, f"--export=ALL,SHOAL_RECORD_DIR={tmp_path / 'records'}"

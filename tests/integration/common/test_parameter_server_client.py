@@ -28,7 +28,7 @@ ROLES = {
 }
 
 
-class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
+class StoringServer(parameter_server_pb2_grpc.ParameterServerServicer):
     """Stores what is pushed and returns it. Uses only the generated classes, which shows that any
     client or server can."""
 
@@ -94,14 +94,14 @@ class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
 
 
 @pytest.fixture
-def keeping():
-    return Keeping()
+def storing_server():
+    return StoringServer()
 
 
 @pytest.fixture
-def client(serve, keeping):
+def client(serve, storing_server):
     def register(server: grpc.aio.Server) -> None:
-        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(keeping, server)
+        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(storing_server, server)
 
     running = serve(register=register, service_name=SERVICE, allowed_roles=ROLES)
     with ParameterServerClient(running.settings(attempts=1)) as connected:
@@ -122,14 +122,14 @@ def pull_request(*numbers: int, **more) -> pb.PullRequest:
 
 
 @pytest.mark.parametrize("upload", ["push", "initialize"])
-def test_what_is_pushed_comes_back_in_the_callers_own_arrays(client, keeping, upload):
+def test_pushed_values_are_pulled_into_the_callers_own_arrays(client, storing_server, upload):
     lengths = {0: 700_000, 1: 0, 2: 3}
     results = getattr(client, upload)(
         partition(number, length) for number, length in lengths.items()
     )
     assert [(result.partition_id, result.version) for result in results] == [(0, 2), (1, 2), (2, 2)]
     # 2.8 MB are three chunks of at most 1 MiB; an empty partition is one chunk
-    assert keeping.chunks == 5
+    assert storing_server.chunks == 5
     targets = {number: np.zeros(length, "<f4") for number, length in lengths.items()}
     headers = client.pull(
         pull_request(0, 1, 2), lambda header: memoryview(targets[header.partition_id])
@@ -139,7 +139,7 @@ def test_what_is_pushed_comes_back_in_the_callers_own_arrays(client, keeping, up
         assert np.array_equal(targets[number], np.arange(length, dtype="<f4") + number)
 
 
-def test_partitions_nobody_wants_are_only_reported(client):
+def test_unwanted_partitions_are_only_reported(client):
     client.push([partition(0, 4)])
     assert client.pull(pull_request(0), lambda _: None)[0].partition_id == 0
 
@@ -147,21 +147,21 @@ def test_partitions_nobody_wants_are_only_reported(client):
 @pytest.mark.parametrize(
     ("spoil", "reason"), [("bytes", "CHECKSUM_MISMATCH"), ("end", "PAYLOAD_TRUNCATED")]
 )
-def test_a_damaged_or_truncated_partition_is_corrupt(client, keeping, spoil, reason):
+def test_a_damaged_or_truncated_partition_is_corrupt(client, storing_server, spoil, reason):
     client.push([partition(0, 10)])
-    keeping.spoil = spoil
+    storing_server.spoil = spoil
     with pytest.raises(CorruptDataError) as raised:
         client.pull(pull_request(0), lambda header: memoryview(bytearray(header.payload_bytes)))
     assert raised.value.reason == reason
 
 
-def test_a_server_that_refuses_in_the_middle_of_a_push_is_heard(client):
+def test_refusal_in_the_middle_of_a_push_is_raised(client):
     big = (partition(number, 1 << 20, generation=2 - (number == 1)) for number in range(50))
     with pytest.raises(StaleGenerationError, match="generation 1 is over"):
         client.push(big)
 
 
-def test_an_error_of_the_callers_own_while_pushing_is_raised_as_it_is(client):
+def test_callers_own_error_while_pushing_is_raised_unchanged(client):
     def failing():
         yield partition(0, 4)
         raise ZeroDivisionError("in the caller's generator")
@@ -178,7 +178,7 @@ def test_an_error_in_the_callers_choice_of_buffer_ends_the_pull(client):
         client.pull(pull_request(0), lambda header: {}[header.partition_id])
 
 
-def test_a_pull_that_waits_too_long_runs_into_its_deadline(client):
+def test_pull_that_waits_too_long_hits_its_deadline(client):
     with pytest.raises(DeadlineError, match="Pull at 127"):
         client.pull(
             pull_request(0, wait_ms=60_000), lambda _: None, deadline=timedelta(milliseconds=100)
@@ -194,7 +194,7 @@ def test_the_small_calls_carry_their_arguments(client):
     assert client.get_server().server_id == "ps-0"
 
 
-def test_a_closed_client_says_so_for_streams_too(client):
+def test_closed_client_refuses_streams_too(client):
     client.close()
     for call in (
         lambda: client.push([partition(0, 4)]),
@@ -205,7 +205,7 @@ def test_a_closed_client_says_so_for_streams_too(client):
         assert raised.value.reason == "CLIENT_CLOSED"
 
 
-def test_an_answer_that_is_no_pull_chunk_is_corrupt(serve):
+def test_answer_that_is_not_a_pull_chunk_is_corrupt(serve):
     async def garbage(request, context):
         yield b"\x0a\xff"
 

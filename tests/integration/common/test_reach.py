@@ -71,7 +71,7 @@ def listening(answer):
     return listener.getsockname()[1]
 
 
-def test_a_server_that_serves_has_no_obstacle(serve, ours):
+def test_serving_server_has_no_obstacle(serve, ours):
     assert obstacle(serve(SERVICE()).port) is None
     assert (
         obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=ours.authority))
@@ -87,13 +87,13 @@ def test_a_closed_port_is_named():
     assert not found.permanent
 
 
-def test_a_name_that_nobody_knows_is_named():
+def test_unknown_name_is_named():
     found = obstacle(1, host="coordinator.invalid")
     assert "the host name 'coordinator.invalid' cannot be resolved" in found.cause
     assert not found.permanent
 
 
-def test_a_server_that_stays_silent_is_distinguished_from_one_that_is_gone():
+def test_silent_server_is_distinguished_from_an_absent_one():
     port = listening(None)
     found = find_obstacle(
         ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200)
@@ -132,7 +132,7 @@ def test_a_certificate_for_another_name_is_named(serve, ours):
     assert found.permanent
 
 
-def test_a_missing_and_a_foreign_client_certificate_are_named(serve, ours, theirs):
+def test_missing_and_foreign_client_certificates_are_named(serve, ours, theirs):
     running = serve(SERVICE(), tls=ours.pair(client_authority=ours.authority))
     missing = obstacle(running.port, tls=TlsSettings(authority=ours.authority))
     assert (
@@ -172,7 +172,7 @@ def test_certificates_are_checked_as_grpc_checks_them(ours):
     )
 
 
-def test_a_worker_of_a_launcher_that_cannot_get_in_is_evicted_and_has_not_failed(
+def test_worker_whose_launcher_is_not_admitted_is_evicted_and_does_not_fail(
     serve, ours, zygote, tmp_path
 ):
     """For example, a replacement starts after the certificate has expired. The other workers

@@ -39,7 +39,7 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-def test_a_client_whose_server_answers_speaks_bytes(redis_url, connecting):
+def test_clients_return_bytes(redis_url, connecting):
     with redis.Redis.from_url(redis_url) as client:
         client.set("key", b"\x00\xff")
     assert connecting(redis_url) == b"\x00\xff"
@@ -47,7 +47,7 @@ def test_a_client_whose_server_answers_speaks_bytes(redis_url, connecting):
 
 
 @BOTH
-def test_a_server_that_is_not_there_is_unavailable_and_its_password_is_not_reported(connecting):
+def test_absent_server_is_unavailable_and_its_password_is_not_reported(connecting):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
@@ -61,7 +61,7 @@ def test_a_server_that_is_not_there_is_unavailable_and_its_password_is_not_repor
 
 
 @BOTH
-def test_a_server_that_says_nothing_is_unavailable_after_the_timeout(connecting):
+def test_silent_server_is_unavailable_after_the_timeout(connecting):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -102,7 +102,7 @@ def test_refused_credentials_are_an_authentication_error(connecting, credentials
         "redis://127.0.0.1:99999999",
     ],
 )
-def test_urls_that_are_none_are_configuration_errors(connecting, url):
+def test_invalid_urls_are_configuration_errors(connecting, url):
     with pytest.raises(ConfigurationError, match="redis://HOST:PORT"):
         connecting(url)
 
@@ -112,7 +112,7 @@ def test_an_embedded_url_is_explained():
         connect("embedded://")
 
 
-def test_timeouts_are_given_once():
+def test_timeouts_are_configured_once():
     with pytest.raises(ConfigurationError, match="along with RedisSettings"):
         connect(RedisSettings(url="redis://127.0.0.1:1"), command_timeout=timedelta(seconds=1))
     with pytest.raises(ConfigurationError, match="retries=-1"):
@@ -132,7 +132,7 @@ def test_passwords_are_redacted(url, shown):
 
 
 @BOTH
-def test_no_text_as_a_url_fails_in_another_way(connecting):
+def test_no_text_as_a_url_raises_another_error(connecting):
     for text in (
         "redis://[::1",
         "redis://a b:1",

@@ -94,7 +94,9 @@ def port(
             yield found
 
 
-def test_a_server_of_the_authority_is_spoken_to_as_its_user(port: int, certificates: Path) -> None:
+def test_client_connects_to_a_server_of_its_authority_as_its_user(
+    port: int, certificates: Path
+) -> None:
     url = with_authority(
         f"rediss://{CREDENTIALS}@127.0.0.1:{port}", certificates / "ours" / "ca.pem"
     )
@@ -135,7 +137,7 @@ def test_a_wrong_password_is_one_clear_error(port: int, certificates: Path) -> N
     assert "guess" not in str(refused.value)
 
 
-def test_a_cluster_trains_with_it(shell: Shell, port: int, certificates: Path) -> None:
+def test_cluster_trains_with_redis_over_tls(shell: Shell, port: int, certificates: Path) -> None:
     """The coordinator reads the URL from one file and its members from another. No process gets it
     as an argument."""
     authority = certificates / "ours" / "ca.pem"
@@ -162,7 +164,9 @@ def test_a_cluster_trains_with_it(shell: Shell, port: int, certificates: Path) -
     assert (status, out.count("trained with 2")) == (0, 2), err
 
 
-def test_a_plain_scripts_ranks_meet_there(shell: Shell, port: int, certificates: Path) -> None:
+def test_ranks_of_a_plain_script_rendezvous_at_redis_over_tls(
+    shell: Shell, port: int, certificates: Path
+) -> None:
     script = shell.script(MEETS)
     authority = quote(str(certificates / "ours" / "ca.pem"), safe="")
     url = f"rediss://{CREDENTIALS}@127.0.0.1:{port}/meeting?ca={authority}"

@@ -95,7 +95,7 @@ def test_other_errors_are_not_repeated(serve):
     assert flaky.calls == 1
 
 
-def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, request):
+def test_client_reconnects_to_a_server_that_returns(serve, request):
     reserved = ReservedPort()
     request.addfinalizer(reserved.close)
     first = serve(Flaky(failures=0), listen=f"127.0.0.1:{reserved.port}")
@@ -114,9 +114,7 @@ def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, reque
                 assert time.monotonic() < deadline, "not found again within 60 s"
 
 
-def test_an_unreached_name_gets_a_fresh_channel_and_streams_stay_with_theirs(
-    serve, request, monkeypatch
-):
+def test_unreachable_name_gets_a_fresh_channel_and_streams_keep_theirs(serve, request, monkeypatch):
     """After a failed lookup, gRPC waits for up to two minutes before it looks a name up again."""
     monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
     made = []
@@ -195,7 +193,7 @@ def silent_address():
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_asked(
+def test_silent_server_hits_the_deadline_whose_error_names_the_request(
     silent_address,
 ):
     settings = ChannelSettings(address=silent_address, deadline=timedelta(milliseconds=200))
@@ -206,7 +204,7 @@ def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_a
         assert time.monotonic() - start < 9  # a client's default deadline is 10 s
 
 
-def test_a_calls_own_deadline_wins_over_the_clients(silent_address):
+def test_deadline_of_a_call_overrides_the_clients(silent_address):
     with CoordinatorClient(
         ChannelSettings(address=silent_address, deadline=timedelta(hours=1))
     ) as client:
@@ -218,7 +216,7 @@ def test_a_calls_own_deadline_wins_over_the_clients(silent_address):
                 call()
 
 
-def test_a_port_nobody_listens_on_is_unavailable_at_once():
+def test_port_without_a_listener_is_unavailable_at_once():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -318,7 +316,7 @@ def test_client_metrics_count_calls_by_kind_method_and_code(serve):
 # ---------------------------------------------------------------------------------------- keepalive
 
 
-def test_a_servers_keepalive_limit_is_what_it_was_set_to(serve):
+def test_servers_keepalive_limit_is_the_configured_one(serve):
     """A client that pings faster than the server allows is disconnected; a client within the limit
     stays connected.
 

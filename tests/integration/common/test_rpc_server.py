@@ -84,14 +84,14 @@ class Scripted(coordinator_pb2_grpc.CoordinatorServicer):
     ],
     ids=["default reason", "own reason"],
 )
-def test_an_error_raised_by_a_handler_reaches_the_caller_as_itself(serve, call, error):
+def test_error_raised_by_a_handler_reaches_the_caller_unchanged(serve, call, error):
     with serve(Scripted(error)).client(attempts=1) as client, pytest.raises(type(error)) as raised:
         _calls(client)[call]()
     assert (str(raised.value), raised.value.reason) == (str(error), error.reason)
 
 
 @pytest.mark.parametrize("call", ["GetJob", "WatchEvents", "JoinSession"])
-def test_a_bug_in_a_handler_is_internal_logged_and_not_reported_in_detail(serve, call, caplog):
+def test_bug_in_a_handler_is_internal_and_logged_without_reaching_the_caller(serve, call, caplog):
     with (
         serve(Scripted(ZeroDivisionError("secret detail"))).client() as client,
         pytest.raises(InternalError) as raised,
@@ -101,7 +101,7 @@ def test_a_bug_in_a_handler_is_internal_logged_and_not_reported_in_detail(serve,
     assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in caplog.records)
 
 
-def test_a_caller_that_goes_away_is_counted_and_is_no_error_in_the_log(serve, caplog):
+def test_caller_that_goes_away_is_counted_but_not_logged_as_an_error(serve, caplog):
     slow = Slow()
     running = serve(slow)
     with running.client() as client:
@@ -119,7 +119,7 @@ def test_a_caller_that_goes_away_is_counted_and_is_no_error_in_the_log(serve, ca
     assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
-def test_what_a_service_does_not_implement_is_unimplemented(serve):
+def test_unimplemented_methods_are_reported_as_such(serve):
     with serve(Scripted()).client() as client, pytest.raises(ShoalError) as raised:
         client.stop_job("mnist")
     assert raised.value.reason == "UNIMPLEMENTED"
@@ -160,7 +160,7 @@ def test_a_message_over_the_limit_is_resource_exhausted(serve):
         ("admin-t", {}),
     ],
 )
-def test_each_token_may_do_what_its_role_may(serve, call, token, refused):
+def test_each_token_may_make_the_calls_of_its_role(serve, call, token, refused):
     with serve(Scripted(), tokens=TOKENS).client(token=token) as client:
         expected = refused.get(call, refused.get("*"))
         if expected is None:
@@ -171,7 +171,7 @@ def test_each_token_may_do_what_its_role_may(serve, call, token, refused):
             assert token is None or token not in str(raised.value)
 
 
-def test_strangers_are_refused_before_their_request_is_decoded(serve):
+def test_unknown_callers_are_refused_before_their_request_is_decoded(serve):
     running = serve(Scripted(), tokens=TOKENS)
     with grpc.insecure_channel(running.address) as channel, pytest.raises(grpc.RpcError) as raised:
         channel.unary_unary("/shoal.v1.Coordinator/GetJob")(b"\xff\xff", timeout=20)
@@ -206,7 +206,7 @@ def test_health_needs_no_token_and_reflection_needs_any(serve):
     }
 
 
-def test_roles_must_be_said_for_exactly_the_services_methods():
+def test_roles_must_be_declared_for_exactly_the_services_methods():
     def server(roles):
         return RpcServer(
             ServerSettings(listen="127.0.0.1:0"),
@@ -331,7 +331,7 @@ async def _wait(event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), 20)
 
 
-def test_a_drain_cancels_what_outlasts_its_timeout(serve):
+def test_drain_cancels_calls_that_outlast_its_timeout(serve):
     slow = Slow()
     running = serve(slow, drain_timeout=timedelta(milliseconds=100))
     with running.client(attempts=1) as client:
@@ -344,7 +344,7 @@ def test_a_drain_cancels_what_outlasts_its_timeout(serve):
     assert running.counted(1, "grpc_server_handled_total", **labels, grpc_code="Canceled")
 
 
-def test_health_follows_what_the_service_says(serve):
+def test_health_follows_the_state_of_the_service(serve):
     running = serve(Scripted())
     with grpc.insecure_channel(running.address) as channel:
         running.run(running.server.set_serving(False))

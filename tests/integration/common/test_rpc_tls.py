@@ -60,7 +60,7 @@ def test_a_proxy_in_the_environment_is_not_used_for_tls_either(serve, pki, monke
         assert client.get_job("mnist").now_unix_ms == 7
 
 
-def test_tokens_are_asked_for_over_tls_too(serve, pki):
+def test_tokens_are_required_over_tls_too(serve, pki):
     running = serve(Answering(), tls=_pair(pki, "ours-server"), tokens=TokenTable({"t": "viewer"}))
     trusting = TlsSettings(authority=pki / "ours.pem")
     with running.client(tls=trusting, token="t", **QUICK) as client:
@@ -72,7 +72,7 @@ def test_tokens_are_asked_for_over_tls_too(serve, pki):
 @pytest.mark.parametrize(
     "trusted", ["theirs.pem", None], ids=["another authority", "the system's authorities"]
 )
-def test_a_server_of_an_unknown_authority_is_not_spoken_to(serve, pki, trusted):
+def test_server_of_an_unknown_authority_is_refused(serve, pki, trusted):
     running = serve(Answering(), tls=_pair(pki, "ours-server"))
     tls = TlsSettings(authority=None if trusted is None else pki / trusted)
     with running.client(tls=tls, **QUICK) as client, pytest.raises(UnavailableError):
@@ -90,7 +90,7 @@ def test_plain_text_does_not_reach_a_tls_server_nor_tls_a_plain_one(serve, pki):
         client.get_job("mnist")
 
 
-def test_the_servers_name_is_checked_and_can_be_given(serve, pki):
+def test_servers_name_is_checked_and_can_be_overridden(serve, pki):
     running = serve(Answering(), tls=_pair(pki, "ours-named"))
     trusting = TlsSettings(authority=pki / "ours.pem")
     with running.client(tls=trusting, **QUICK) as client, pytest.raises(UnavailableError):
@@ -104,7 +104,7 @@ def test_the_servers_name_is_checked_and_can_be_given(serve, pki):
     [("ours-client", True), ("theirs-client", False), (None, False)],
     ids=["of our authority", "of another authority", "none"],
 )
-def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(
+def test_mutual_tls_admits_clients_with_a_certificate_of_the_authority(
     serve, pki, certificate, let_in
 ):
     running = serve(Answering(), tls=_pair(pki, "ours-server", client_authority=pki / "ours.pem"))
@@ -122,7 +122,7 @@ def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(
                 client.get_job("mnist")
 
 
-def test_a_channel_names_a_wrong_file_when_it_is_made(pki):
+def test_channel_names_a_wrong_file_when_it_is_created(pki):
     settings = ChannelSettings(
         address="127.0.0.1:7000", tls=TlsSettings(authority=pki / "nowhere.pem")
     )
@@ -153,7 +153,7 @@ def test_a_server_warns_of_a_certificate_that_expires_within_30_days(
     assert [expected in line for line in said] == [True] * (expected is not None)
 
 
-def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(
+def test_server_warns_of_the_certificate_in_use_and_not_of_the_file(
     serve, tmp_path, caplog, monkeypatch
 ):
     """The certificate file is renewed, but the service is not restarted."""

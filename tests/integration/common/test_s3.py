@@ -72,7 +72,7 @@ def test_a_list_that_lags_behind_hides_no_checkpoint(s3: Storage) -> None:
     s3.check_newest(3, path)
 
 
-def test_a_checkpoint_that_the_list_still_has_is_absent(s3: Storage) -> None:
+def test_removed_checkpoint_still_in_the_list_is_absent(s3: Storage) -> None:
     """The manifest is gone, and lists still contain its folder."""
     path = s3.upload(1)
     s3.upload(2)
@@ -125,7 +125,7 @@ def test_log_files_of_a_run_are_uploaded(
 @pytest.mark.parametrize(
     "point", [pytest.param("upload_file@4", marks=pytest.mark.slow), "upload_manifest@2"]
 )
-def test_a_rank_that_is_killed_while_it_uploads_leaves_whole_checkpoints(
+def test_rank_killed_while_it_uploads_leaves_complete_checkpoints(
     zygote: Zygote, s3: Storage, tmp_path: Path, point: str
 ) -> None:
     """The rank that uploads dies within its second upload, of step 20. The others continue."""

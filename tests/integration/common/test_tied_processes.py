@@ -13,7 +13,7 @@ from shoal_common.system.processes import tied_to_parent
 _SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
 
-def test_the_program_takes_the_wrappers_place():
+def test_program_replaces_the_wrapper():
     done = subprocess.Popen(
         tied_to_parent([sys.executable, "-c", "import os; print(os.getpid())"]),
         stdout=subprocess.PIPE,
@@ -23,14 +23,14 @@ def test_the_program_takes_the_wrappers_place():
     assert int(output) == done.pid
 
 
-def test_its_exit_status_is_the_programs():
+def test_exit_status_is_that_of_the_program():
     assert (
         subprocess.run(tied_to_parent(["sh", "-c", "exit 7"]), timeout=60, check=False).returncode
         == 7
     )
 
 
-def test_the_chosen_signal_comes_when_the_starting_thread_ends():
+def test_chosen_signal_arrives_when_the_starting_thread_ends():
     """EmbeddedRedis works around this rule of the kernel; if the rule changes, the workaround can
     be removed."""
     children: list[subprocess.Popen[str]] = []
@@ -56,7 +56,7 @@ def test_the_chosen_signal_comes_when_the_starting_thread_ends():
         assert child.wait(60) == -signal.SIGTERM
 
 
-def test_a_child_whose_parent_is_gone_already_does_not_start():
+def test_child_whose_parent_is_already_gone_does_not_start():
     command = tied_to_parent(["true"])
     command[command.index(str(os.getpid()))] = "1"
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -49,7 +49,7 @@ def arguments(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_have_the_same_bits_and_the_sum_is_close(
+def test_all_ranks_have_the_same_bits_and_a_sum_close_to_the_exact_one(
     said: list[dict[str, Any]], name: str
 ) -> None:
     assert all(rank[name]["results"] == said[0][name]["results"] for rank in said)
@@ -69,7 +69,7 @@ def test_the_sockets_carry_the_bytes_of_the_formula_and_hardly_more(
     assert buckets * 2 * (WORLD - 1) / WORLD * 4 * NUMEL / expected > SAVINGS[name]
 
 
-def test_survivors_of_a_death_keep_what_they_owe_and_redo_the_step_alike(
+def test_survivors_of_a_death_keep_their_residuals_and_redo_the_step_alike(
     take_ranks: Callable[[int], list[Rank]], redis_url: str
 ) -> None:
     survivors = run_task(

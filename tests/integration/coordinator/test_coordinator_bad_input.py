@@ -138,7 +138,7 @@ def fill(draw: st.DrawFn, message: Any, field: FieldDescriptor) -> None:
 
 # StopJob is last, because it refuses all later requests for the job.
 @pytest.mark.parametrize("method", sorted(METHODS, key=lambda name: name == "StopJob"))
-def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(
+def test_every_request_is_granted_or_refused_with_a_reason(
     channel: grpc.Channel, method: str
 ) -> None:
     descriptor = METHODS[method]
@@ -163,7 +163,7 @@ def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ListJobs"])
-def test_bytes_that_are_no_message_are_refused(channel: grpc.Channel, method: str) -> None:
+def test_bytes_that_are_not_a_message_are_refused(channel: grpc.Channel, method: str) -> None:
     assert outcome_of(channel, method, b"\xff\xff\xff")[:2] == (
         grpc.StatusCode.INVALID_ARGUMENT,
         "MESSAGE_MALFORMED",
@@ -272,7 +272,7 @@ def test_later_messages_of_a_session_are_checked_too(
     assert status is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> None:
+def test_session_must_begin_with_an_introduction(channel: grpc.Channel) -> None:
     ready = pb.MemberMessage(ready=pb.Ready()).SerializeToString()
     heartbeat = pb.ServerMessage(heartbeat=pb.ServerHeartbeat()).SerializeToString()
     for method, first in (("JoinSession", ready), ("ServerSession", heartbeat)):

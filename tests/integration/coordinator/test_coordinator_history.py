@@ -37,7 +37,7 @@ class Worker(threading.Thread):
         self._die = threading.Event()
         self.history: list[pb.Generation] = []
         """Generations that the current incarnation received."""
-        self.heard: list[list[pb.Generation]] = []
+        self.incarnations: list[list[pb.Generation]] = []
         """Generations that each incarnation received."""
 
     def run(self) -> None:
@@ -68,7 +68,7 @@ class Worker(threading.Thread):
 
     def _reborn(self) -> str:
         self.history = []
-        self.heard.append(self.history)
+        self.incarnations.append(self.history)
         return uuid.uuid4().hex
 
     def _live(self, member: Member) -> None:
@@ -83,7 +83,7 @@ class Worker(threading.Thread):
             time.sleep(0.01)  # the heartbeat interval
 
 
-def test_no_number_is_given_twice_whoever_dies(
+def test_no_generation_number_is_used_twice_despite_deaths(
     make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -111,7 +111,7 @@ def test_no_number_is_given_twice_whoever_dies(
                 worker.stop()
     generations: defaultdict[int, set[bytes]] = defaultdict(set)
     for worker in workers:
-        for history in worker.heard:
+        for history in worker.incarnations:
             numbers = [generation.number for generation in history]
             assert numbers == sorted(numbers), "nobody hears numbers fall"
             for generation in history:

@@ -29,7 +29,7 @@ def value(coordinator: Coordinator, name: str, **labels: str) -> float:
     return 0.0
 
 
-def test_service_discovery_lists_who_serves_metrics(
+def test_service_discovery_lists_processes_that_serve_metrics(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2)

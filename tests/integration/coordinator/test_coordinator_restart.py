@@ -37,7 +37,7 @@ from tests.integration.coordinator.harness import (
 MakeCoordinator = Callable[..., Coordinator]
 
 
-def test_a_killed_coordinator_comes_back_and_members_keep_their_places(
+def test_killed_coordinator_returns_and_members_keep_their_places(
     make_coordinator: MakeCoordinator, tmp_path: Path
 ) -> None:
     coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
@@ -68,7 +68,7 @@ def test_a_killed_coordinator_comes_back_and_members_keep_their_places(
         job.close()
 
 
-def test_a_coordinator_whose_own_redis_has_ended_ends_and_finds_everything_when_it_starts_again(
+def test_coordinator_whose_embedded_redis_ended_exits_and_its_restart_finds_everything(
     make_coordinator: MakeCoordinator, tmp_path: Path
 ) -> None:
     coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
@@ -86,7 +86,7 @@ def test_a_coordinator_whose_own_redis_has_ended_ends_and_finds_everything_when_
     ("listen", "complaint"),
     [("taken", "cannot listen on"), ("0.0.0.0:0", "can be reached from other machines")],
 )
-def test_one_that_could_not_serve_does_not_take_over_from_one_that_does(
+def test_coordinator_that_cannot_serve_does_not_take_over_from_a_serving_one(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis, listen: str, complaint: str
 ) -> None:
     serving = make_coordinator("--redis", own_redis.url)
@@ -99,7 +99,7 @@ def test_one_that_could_not_serve_does_not_take_over_from_one_that_does(
         assert redis.get("shoal:coordinator:epoch") == b"1"
 
 
-def test_a_member_learns_after_a_restart_what_it_missed(
+def test_member_receives_after_a_restart_the_messages_it_missed(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -116,7 +116,7 @@ def test_a_member_learns_after_a_restart_what_it_missed(
         job.close()
 
 
-def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(
+def test_interrupted_forming_ends_in_one_generation_for_all(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -151,7 +151,7 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(
         job.close()
 
 
-def test_members_have_a_whole_lease_to_come_back(
+def test_members_have_a_full_lease_to_return(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -174,7 +174,7 @@ def test_members_have_a_whole_lease_to_come_back(
         job.close()
 
 
-def test_a_pause_longer_than_a_lease_costs_nobody_their_place(
+def test_pause_longer_than_a_lease_costs_no_member_its_place(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -196,7 +196,7 @@ def test_a_pause_longer_than_a_lease_costs_nobody_their_place(
         job.close()
 
 
-def test_a_stopped_coordinator_sends_its_members_to_the_next_one(
+def test_stopped_coordinator_refers_its_members_to_the_next_one(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -216,7 +216,7 @@ def test_a_stopped_coordinator_sends_its_members_to_the_next_one(
         job.close()
 
 
-def test_a_second_coordinator_takes_over_and_the_first_one_ends(
+def test_second_coordinator_takes_over_and_the_first_one_exits(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     first = make_coordinator("--redis", own_redis.url)
@@ -243,7 +243,7 @@ def test_a_second_coordinator_takes_over_and_the_first_one_ends(
             taken_over.close()
 
 
-def test_a_coordinator_with_nothing_to_write_finds_out_too(
+def test_idle_coordinator_notices_a_takeover_too(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     first = make_coordinator("--redis", own_redis.url)
@@ -251,7 +251,7 @@ def test_a_coordinator_with_nothing_to_write_finds_out_too(
     eventually(lambda: first.process.status == 1, "the first coordinator to end")
 
 
-def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
+def test_changes_wait_while_redis_is_away_and_none_is_lost(
     make_coordinator: MakeCoordinator, tmp_path: Path
 ) -> None:
     reserved = ReservedPort()
@@ -298,7 +298,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
         reserved.close()
 
 
-def test_a_coordinator_that_may_not_know_the_newest_run_says_to_nobody_that_its_run_is_over(
+def test_coordinator_with_possibly_outdated_runs_never_reports_a_run_as_over(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     """Otherwise a server would discard its data in the middle of a run that only a newer
@@ -323,7 +323,7 @@ def test_a_coordinator_that_may_not_know_the_newest_run_says_to_nobody_that_its_
         job.close()
 
 
-def test_launchers_go_on_with_a_run_that_an_older_release_began(
+def test_launchers_continue_a_run_that_an_older_release_started(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     """The coordinator has no start time for the run."""
@@ -367,7 +367,7 @@ def test_a_redis_that_lost_everything_is_filled_again_from_memory(
         job.close()
 
 
-def test_the_coordinator_waits_for_redis_at_its_start(
+def test_coordinator_waits_for_redis_at_startup(
     make_coordinator: MakeCoordinator, tmp_path: Path
 ) -> None:
     with ReservedPort() as reserved:
@@ -387,7 +387,7 @@ def refusal(call: Callable[[], object]) -> ShoalError:
     raise AssertionError("the call was granted")
 
 
-def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_asked_to() -> None:
+def test_coordinator_that_waits_for_a_silent_redis_stops_on_request() -> None:
     """The coordinator stops before it would give up on Redis, which takes 5 s for each of two
     attempts."""
 
@@ -407,7 +407,7 @@ def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_asked_to() -
     asyncio.run(test())
 
 
-def test_a_job_survives_with_its_spec_and_closed_state(
+def test_job_survives_a_restart_with_its_spec_and_closed_state(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -422,7 +422,7 @@ def test_a_job_survives_with_its_spec_and_closed_state(
         assert [summary.job_id for summary in client.list_jobs().jobs] == [job.job_id]
 
 
-def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(
+def test_job_without_members_is_forgotten_after_the_retention(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     import redis
@@ -450,7 +450,7 @@ def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(
         occupied.close()
 
 
-def test_a_job_that_is_dropped_while_no_coordinator_lives_is_not_missed(
+def test_job_expired_while_no_coordinator_runs_is_not_restored(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
     import redis

@@ -89,12 +89,14 @@ def status_and_details(
     return grpc.StatusCode.OK, ""
 
 
-def test_every_method_is_in_the_table() -> None:
+def test_every_method_is_in_the_table_of_roles() -> None:
     assert set(PROTO_SAYS) == set(METHODS) == {name.rpartition("/")[2] for name in ALLOWED_ROLES}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_role_may_call_what_the_proto_says(channel: grpc.Channel, method: str) -> None:
+def test_each_role_may_call_the_methods_that_the_proto_lists(
+    channel: grpc.Channel, method: str
+) -> None:
     for role in Role:
         status = status_of_empty_call(channel, method, ("authorization", f"Bearer {role}-secret"))
         if role in PROTO_SAYS[method] or role is Role.ADMIN:
@@ -104,7 +106,7 @@ def test_each_role_may_call_what_the_proto_says(channel: grpc.Channel, method: s
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nobody_is_let_in_without_a_known_token(channel: grpc.Channel, method: str) -> None:
+def test_calls_without_a_known_token_are_refused(channel: grpc.Channel, method: str) -> None:
     assert status_of_empty_call(channel, method) is grpc.StatusCode.UNAUTHENTICATED
     assert (
         status_of_empty_call(channel, method, ("authorization", "Bearer guess"))
@@ -132,7 +134,7 @@ def _naming(method: str, job_id: str) -> bytes:
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"ListJobs"}))
-def test_a_token_for_one_job_does_nothing_in_another(channel: grpc.Channel, method: str) -> None:
+def test_token_for_one_job_is_refused_for_another(channel: grpc.Channel, method: str) -> None:
     role = "admin" if not PROTO_SAYS[method] else sorted(PROTO_SAYS[method])[0]
     metadata = ("authorization", f"Bearer {role}-of-mine")
     status, details = status_and_details(channel, method, _naming(method, "theirs"), metadata)
@@ -143,7 +145,7 @@ def test_a_token_for_one_job_does_nothing_in_another(channel: grpc.Channel, meth
         assert status is not grpc.StatusCode.PERMISSION_DENIED, details
 
 
-def test_a_token_for_one_job_lists_that_one(guarded: Coordinator) -> None:
+def test_token_for_one_job_lists_only_that_job(guarded: Coordinator) -> None:
     with guarded.client(token="admin-secret") as admin:
         for job_id in ("mine.torchrun", "others"):
             admin.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
@@ -164,7 +166,7 @@ def test_a_token_for_one_job_lists_that_one(guarded: Coordinator) -> None:
     refused.value.close()
 
 
-def test_http_asks_for_a_token_except_for_health(guarded: Coordinator) -> None:
+def test_http_requires_a_token_except_for_health(guarded: Coordinator) -> None:
     base = f"http://{guarded.ports['http']}"
     assert urlopen(f"{base}/healthz", timeout=60).status == 200
     for page in ("metrics", "sd"):
@@ -178,7 +180,7 @@ def test_http_asks_for_a_token_except_for_health(guarded: Coordinator) -> None:
             assert answer.status == 200
 
 
-def test_mutual_tls_lets_in_only_those_with_a_certificate(zygote: Zygote, tmp_path: Path) -> None:
+def test_mutual_tls_admits_only_clients_with_a_certificate(zygote: Zygote, tmp_path: Path) -> None:
     authority = trustme.CA()
     served, mine = authority.issue_cert("127.0.0.1"), authority.issue_cert("worker")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")

@@ -31,7 +31,7 @@ def identity(number: int) -> Identity:
     )
 
 
-def test_a_thousand_joins_at_once_become_one_generation_in_a_few_commits(redis_url: str) -> None:
+def test_thousand_simultaneous_joins_become_one_generation_in_a_few_commits(redis_url: str) -> None:
     registry = CollectorRegistry()
 
     async def test() -> None:

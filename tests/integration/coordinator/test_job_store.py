@@ -47,7 +47,7 @@ async def written(
     )
 
 
-def test_a_commit_that_is_sent_again_is_applied_once(redis_url: str) -> None:
+def test_repeated_commit_is_applied_once(redis_url: str) -> None:
     async def test() -> None:
         store = await JobStore.open(redis_url)
         state = JobState(spec=SPEC)
@@ -68,7 +68,7 @@ def test_a_commit_that_is_sent_again_is_applied_once(redis_url: str) -> None:
     run(test)
 
 
-def test_a_newer_coordinator_fences_the_older_one_off(redis_url: str) -> None:
+def test_newer_coordinator_fences_off_the_older_one(redis_url: str) -> None:
     async def test() -> None:
         older = await JobStore.open(redis_url)
         state = JobState(spec=SPEC)
@@ -93,7 +93,7 @@ def test_a_newer_coordinator_fences_the_older_one_off(redis_url: str) -> None:
     run(test)
 
 
-def test_a_redis_that_lost_writes_gets_the_whole_job_again(redis_url: str) -> None:
+def test_redis_that_lost_writes_receives_the_whole_job_again(redis_url: str) -> None:
     async def test() -> None:
         store = await JobStore.open(redis_url)
         state = JobState(spec=SPEC, number=3)
@@ -113,7 +113,7 @@ def test_a_redis_that_lost_writes_gets_the_whole_job_again(redis_url: str) -> No
     run(test)
 
 
-def test_a_job_that_cannot_be_read_does_not_stand_in_the_way_of_others(
+def test_unreadable_job_does_not_block_others(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -154,7 +154,7 @@ def test_the_event_log_is_read_in_pages_and_bounded(redis_url: str) -> None:
     run(test)
 
 
-def test_a_redis_that_is_gone_is_one_clear_error(own_redis: EmbeddedRedis) -> None:
+def test_absent_redis_is_one_clear_error(own_redis: EmbeddedRedis) -> None:
     async def test() -> None:
         store = await JobStore.open(own_redis.url)
         own_redis.close()

@@ -49,7 +49,7 @@ def test_jobs_end_at_any_moment_of_an_answer_from_redis(
         asyncio.run(round_())
 
 
-def test_what_waits_for_redis_is_informed_at_once_that_the_coordinator_stops(
+def test_waits_for_redis_end_at_once_when_the_coordinator_stops(
     own_redis: EmbeddedRedis,
 ) -> None:
     """One request is being committed, and one was queued meanwhile."""
@@ -75,7 +75,7 @@ def test_what_waits_for_redis_is_informed_at_once_that_the_coordinator_stops(
     asyncio.run(test())
 
 
-def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> None:
+def test_no_job_starts_in_a_stopping_coordinator(own_redis: EmbeddedRedis) -> None:
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
             os.kill(own_redis.pid, signal.SIGSTOP)
@@ -95,7 +95,7 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
     asyncio.run(test())
 
 
-def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another_one_took_its_place(
+def test_failing_coordinator_reports_that_it_stops_and_not_that_it_was_replaced(
     redis_url: str,
 ) -> None:
     """Another program has changed the job in Redis."""

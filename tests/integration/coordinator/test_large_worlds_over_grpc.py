@@ -81,7 +81,7 @@ def lines(ranks: Any) -> list[str]:
     ]
 
 
-def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they_ask(
+def test_members_of_a_large_world_receive_their_rank_and_request_the_table(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed
@@ -106,7 +106,7 @@ def test_members_of_a_large_world_receive_their_rank_and_get_the_table_when_they
 
 
 @pytest.mark.parametrize("wrong", [{"generation": 2}, {"nonce": "0" * 32}, {"nonce": ""}])
-def test_ranks_are_sent_to_members_of_the_newest_generation_alone(
+def test_ranks_are_sent_only_to_members_of_the_newest_generation(
     formed: tuple[Job, list[Member], Linked], wrong: dict[str, Any]
 ) -> None:
     job, members, _ = formed
@@ -116,7 +116,7 @@ def test_ranks_are_sent_to_members_of_the_newest_generation_alone(
         )
 
 
-def test_a_member_works_in_what_a_death_changes_and_asks_only_once(
+def test_member_trains_after_a_death_with_a_single_request_for_the_table(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     _, members, linked = formed
@@ -136,7 +136,7 @@ def test_a_member_works_in_what_a_death_changes_and_asks_only_once(
     assert linked.client.asked == 1
 
 
-def test_a_joiner_asks_for_the_table_and_the_others_do_not(
+def test_joiner_requests_the_table_and_the_others_do_not(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, linked = formed
@@ -169,7 +169,7 @@ def test_a_joiner_asks_for_the_table_and_the_others_do_not(
     ]
 
 
-def test_peers_of_a_superseded_generation_cannot_be_had(
+def test_peers_of_a_superseded_generation_are_refused(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     _, members, linked = formed
@@ -181,7 +181,7 @@ def test_peers_of_a_superseded_generation_cannot_be_had(
         list(first.peers)
 
 
-def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
+def test_launcher_among_many_receives_its_place(make_job: MakeJob) -> None:
     job = make_job(together=WORLD, smallest=2)
     session = NodeSession(
         job.client,
@@ -198,7 +198,7 @@ def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     session.leave(pb.Leave.REASON_DRAINED, "the test is over")
 
 
-def test_one_member_or_those_behind_are_reported_without_the_whole_job(
+def test_single_members_and_stragglers_are_reported_without_the_whole_job(
     formed: tuple[Job, list[Member], Linked],
 ) -> None:
     job, members, _ = formed
@@ -221,7 +221,7 @@ def test_one_member_or_those_behind_are_reported_without_the_whole_job(
     assert not job.client.get_job(job.job_id, member_id="nobody").members
 
 
-def test_a_coordinator_that_was_restarted_knows_the_table_that_it_wrote_by_its_changes(
+def test_restarted_coordinator_rebuilds_the_table_from_its_written_changes(
     make_coordinator: Callable[..., Coordinator], tmp_path: Path
 ) -> None:
     coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
@@ -241,7 +241,9 @@ def test_a_coordinator_that_was_restarted_knows_the_table_that_it_wrote_by_its_c
     with pytest.raises(UnavailableError):
         list(second.peers)
     coordinator.start()
-    table = eventually(lambda: _told(second.peers), "the table of a coordinator that is back")
+    table = eventually(
+        lambda: _received_peers(second.peers), "the table of a coordinator that is back"
+    )
     assert sorted(peer.member_id for peer in table) == sorted(
         [*(n for n in NAMES if n != members[5].name), "linked"]
     )
@@ -250,7 +252,7 @@ def test_a_coordinator_that_was_restarted_knows_the_table_that_it_wrote_by_its_c
     client.close()
 
 
-def _told(peers: Any) -> list[Any] | None:
+def _received_peers(peers: Any) -> list[Any] | None:
     try:
         return list(peers)
     except UnavailableError:

@@ -46,7 +46,7 @@ def member(guarded: Coordinator, own: CoordinatorClient) -> Member:
 
 
 @pytest.mark.parametrize("key", [OTHER, None])
-def test_nobody_takes_a_members_session(
+def test_members_session_cannot_be_taken_over_without_its_key(
     guarded: Coordinator, member: Member, key: str | None
 ) -> None:
     with guarded.client(token="wt", member_key=key) as client:
@@ -59,7 +59,7 @@ def test_nobody_takes_a_members_session(
     assert member.job.phase_of("a") == "ranked"
 
 
-def test_a_member_that_comes_back_with_its_key_is_known_again_also_after_a_restart(
+def test_returning_member_is_recognized_by_its_key_even_after_a_restart(
     guarded: Coordinator, member: Member
 ) -> None:
     again = Member(member.job, "a", last=1)
@@ -67,7 +67,7 @@ def test_a_member_that_comes_back_with_its_key_is_known_again_also_after_a_resta
     assert again.error is None
 
 
-def test_nobody_leases_for_a_member_or_says_that_it_has_ended(
+def test_leasing_for_a_member_or_reporting_its_end_requires_its_key(
     other: CoordinatorClient, own: CoordinatorClient, member: Member
 ) -> None:
     asked = {"loader": "l", "epoch": 0, "batches_in_epoch": 4, "want": 1}
@@ -85,6 +85,6 @@ def test_nobody_leases_for_a_member_or_says_that_it_has_ended(
     )
 
 
-def test_an_admin_may_say_that_a_member_has_ended(guarded: Coordinator, member: Member) -> None:
+def test_admin_may_report_that_a_member_has_ended(guarded: Coordinator, member: Member) -> None:
     with guarded.client(token="at") as admin:
         assert admin.report_exit("job", "a", exit_code=1).was_member

@@ -34,7 +34,7 @@ def endings(job: Job) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(
+def test_generation_forms_when_the_world_is_full_with_ranks_ordered_by_host(
     make_job: MakeJob,
 ) -> None:
     job = make_job(smallest=2, largest=3, join_grace_ms=60_000)
@@ -71,7 +71,7 @@ def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(
     assert [(m.member_id, m.rank) for m in status.members] == [("a", 0), ("b", 1), ("c", 2)]
 
 
-def test_the_grace_gathers_those_who_come_a_little_later(make_job: MakeJob) -> None:
+def test_grace_period_gathers_members_that_arrive_a_little_later(make_job: MakeJob) -> None:
     job = make_job(together=2)
     (a,) = job.start("a")
     eventually(lambda: job.phase_of("a") == "ready", "a to be ready, which alone would do")
@@ -81,7 +81,7 @@ def test_the_grace_gathers_those_who_come_a_little_later(make_job: MakeJob) -> N
     assert b.generation().number == 1
 
 
-def test_a_job_begins_with_those_who_are_there_when_the_grace_is_over(make_job: MakeJob) -> None:
+def test_job_starts_with_the_present_members_when_the_grace_is_over(make_job: MakeJob) -> None:
     (a,) = make_job(join_grace_ms=100).start("a")
     assert ids(a.generation()) == ["a"]
 
@@ -151,7 +151,7 @@ def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob)
     assert endings(job) == [("victim", "stream_broken")]
 
 
-def test_a_joiner_is_taken_at_the_step_boundary_and_interrupts_nobody(make_job: MakeJob) -> None:
+def test_joiner_is_admitted_at_the_step_boundary_and_interrupts_nobody(make_job: MakeJob) -> None:
     job = make_job()
     (a,) = job.form("a")
     b = job.join("b")
@@ -167,7 +167,7 @@ def test_a_joiner_is_taken_at_the_step_boundary_and_interrupts_nobody(make_job: 
     assert a.generation(lambda g: g.number == 2) == generation
 
 
-def test_a_drained_member_leaves_and_the_others_go_on(make_job: MakeJob) -> None:
+def test_drained_member_leaves_and_the_others_continue(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     assert job.client.drain_member(job.job_id, rank=1, reason="the host goes down").member_id == "b"
@@ -213,7 +213,7 @@ def test_a_member_without_heartbeats_that_its_peers_wait_for_loses_its_lease(
     assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
 
 
-def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
+def test_member_cut_off_from_the_coordinator_while_training_with_its_peers_keeps_its_place(
     make_job: MakeJob,
 ) -> None:
     job = make_job(together=2, lease_ms=1000)
@@ -233,7 +233,7 @@ def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
     eventually(lambda: not any(m.note for m in job.get().members), "it to be heard of again")
 
 
-def test_a_stalled_step_is_explained_to_those_that_wait(make_job: MakeJob) -> None:
+def test_stalled_step_is_explained_to_the_waiting_members(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     a.beat(1, waiting_s=11, waiting_in="all_reduce", step=3)
@@ -251,7 +251,7 @@ def test_a_stalled_step_is_explained_to_those_that_wait(make_job: MakeJob) -> No
     assert not job.get().waits_for
 
 
-def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob) -> None:
+def test_failed_collective_without_a_death_forms_a_new_generation_of_all(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     a.fail(1)
@@ -267,7 +267,7 @@ def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob)
     assert job.get().generation.number == 2
 
 
-def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
+def test_stop_reaches_every_member_and_closes_the_job(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     (waiting,) = job.start("c")
@@ -300,7 +300,7 @@ def test_members_that_finish_one_after_another_interrupt_nobody(make_job: MakeJo
     assert b.kinds() == ["welcome", "generation"]
 
 
-def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) -> None:
+def test_member_that_opens_a_second_stream_continues_there(make_job: MakeJob) -> None:
     job = make_job()
     (a,) = job.form("a")
     again = job.join("a", last=1)
@@ -341,7 +341,7 @@ def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
         job.close()
 
 
-def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(
+def test_streams_that_all_break_at_once_are_attributed_to_the_network_and_leases_decide(
     make_job: MakeJob,
 ) -> None:
     job = make_job(together=3, lease_ms=1500)
@@ -363,7 +363,7 @@ def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decid
     assert endings(job) == [("c", "lease_expired")]
 
 
-def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(
+def test_deaths_behind_a_failed_collective_are_not_attributed_to_the_network(
     make_job: MakeJob,
 ) -> None:
     job = make_job(together=3)
@@ -375,7 +375,7 @@ def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(
     assert sorted(endings(job)) == [("b", "stream_broken"), ("c", "stream_broken")]
 
 
-def test_a_stranger_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:
+def test_unknown_member_that_claims_an_old_generation_is_refused(make_job: MakeJob) -> None:
     job = make_job()
     job.form("a")
     error = job.join("x", last=1).end()

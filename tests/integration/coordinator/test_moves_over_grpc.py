@@ -29,7 +29,7 @@ def moves_of(job: Job) -> list[str]:
     return [event.kind for event in job.events() if event.kind in kinds]
 
 
-def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away_and_ends(
+def test_joining_server_gets_a_share_and_a_drained_one_hands_over_everything_and_exits(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=1, max_parameter_servers=2)
@@ -92,9 +92,7 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     assert make_server(job, "s3").received("welcome").server_index == 0
 
 
-def test_a_move_that_failed_is_tried_again_after_a_while(
-    make_job: MakeJob, make_server: MakeServer
-) -> None:
+def test_failed_move_is_retried_after_a_while(make_job: MakeJob, make_server: MakeServer) -> None:
     job = make_job(parameter_servers=1, max_parameter_servers=2)
     s0 = make_server(job, "s0")
     s0.received("welcome")
@@ -139,7 +137,7 @@ def test_a_malformed_report_ends_its_session(make_job: MakeJob, report: pb.MoveR
         ("decision.written@4", True, True),
     ],
 )
-def test_a_coordinator_that_is_killed_goes_on_with_what_it_had_written(
+def test_killed_coordinator_resumes_from_its_written_state(
     make_coordinator: Callable[..., Coordinator],
     own_redis: EmbeddedRedis,
     make_server: MakeServer,

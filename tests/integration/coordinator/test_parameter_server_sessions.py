@@ -22,7 +22,7 @@ TENSORS = [
 ]
 
 
-def test_servers_take_places_and_hear_who_trains(
+def test_servers_take_places_and_receive_the_members(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=2, together=2)
@@ -46,7 +46,7 @@ def test_servers_take_places_and_hear_who_trains(
     ]
 
 
-def test_tensors_are_laid_out_when_all_servers_are_there(
+def test_tensors_are_laid_out_when_all_servers_are_present(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=2)
@@ -72,7 +72,7 @@ def test_tensors_are_laid_out_when_all_servers_are_there(
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
-def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(
+def test_job_that_starts_without_servers_may_get_one_at_a_workers_request(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=0, max_parameter_servers=2)
@@ -127,7 +127,7 @@ def test_a_table_is_laid_out_in_buckets_over_all_servers(
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
-def test_a_lost_server_keeps_its_place_for_its_return(
+def test_place_of_a_lost_server_is_kept_for_its_return(
     make_job: MakeJob, make_server: MakeServer
 ) -> None:
     job = make_job(parameter_servers=1)
@@ -166,7 +166,9 @@ def test_a_server_without_heartbeats_loses_its_lease(
     assert [server.alive for server in job.get().servers] == [True, False]
 
 
-def test_servers_learn_when_the_job_is_over(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_servers_are_notified_when_the_job_is_over(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")
     server.received("welcome")
@@ -175,7 +177,7 @@ def test_servers_learn_when_the_job_is_over(make_job: MakeJob, make_server: Make
     assert server.received("stop").reason == "member a reached the end of its script"
 
 
-def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) -> None:
+def test_batches_are_leased_once_and_those_of_dead_members_again(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
 
@@ -228,7 +230,7 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
     assert gone.value.reason == "MEMBER_REPLACED"
 
 
-def test_what_is_returned_is_dealt_again_once_however_often_that_is_said(make_job: MakeJob) -> None:
+def test_returned_batches_are_dealt_again_once_despite_repeated_returns(make_job: MakeJob) -> None:
     job = make_job(together=2)
     job.form("a", "b")
 

@@ -57,7 +57,7 @@ def of(coordinator: Coordinator, job: Job) -> Any:
     return received(coordinator, f"/api/job?job={job.job_id}")
 
 
-def test_a_job_is_reported_with_its_ranks_and_how_far_each_is(
+def test_job_is_reported_with_its_ranks_and_their_progress(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2, smallest=2)
@@ -117,7 +117,7 @@ def test_a_job_is_reported_with_its_ranks_and_how_far_each_is(
     assert history[-1][1:] == [9, 0.5, 150, 2]
 
 
-def test_names_are_those_of_shoal_status(
+def test_fields_have_the_names_of_shoal_status(
     make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=1, parameter_servers=1)
@@ -146,7 +146,7 @@ def test_names_are_those_of_shoal_status(
     assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 
 
-def test_events_are_reported_from_the_newest_ones_on(
+def test_events_are_reported_starting_with_the_newest(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     job = make_job(together=2)
@@ -163,7 +163,7 @@ def test_events_are_reported_from_the_newest_ones_on(
     assert received(shared_coordinator, f"{path}&after={after[-1]['event_id']}")["events"] == []
 
 
-def test_parameter_servers_are_reported_with_what_they_hold(
+def test_parameter_servers_are_reported_with_their_contents(
     make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
 ) -> None:
     job = make_job(parameter_servers=2, parameter_server_backups=1)
@@ -191,7 +191,7 @@ def test_parameter_servers_are_reported_with_what_they_hold(
     assert (seen["unserved_places"], seen["unprotected_places"]) == (1, 1)
 
 
-def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first(
+def test_noteworthy_ranks_of_a_large_job_are_listed_first(
     make_job: MakeJob, shared_coordinator: Coordinator
 ) -> None:
     from shoal_coordinator.page.values import MOST_MEMBERS
@@ -236,16 +236,14 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
         ("/api/none", HTTPStatus.NOT_FOUND, "/api/events, /api/job, /api/jobs"),
     ],
 )
-def test_what_cannot_be_reported_is_refused(
+def test_unknown_jobs_and_wrong_queries_are_refused(
     shared_coordinator: Coordinator, path: str, status: int, says: str
 ) -> None:
     found, text, _ = answer(shared_coordinator, path)
     assert (found, says in text) == (status, True), text
 
 
-def test_an_event_id_that_cannot_be_is_refused(
-    make_job: MakeJob, shared_coordinator: Coordinator
-) -> None:
+def test_invalid_event_id_is_refused(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
     status, text, _ = answer(
         shared_coordinator, f"/api/events?job={make_job().job_id}&after=yesterday"
     )
@@ -287,7 +285,7 @@ def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize("path", ["/api/jobs", "/api/job?job=train", "/api/events?job=train"])
-def test_what_the_cluster_does_is_shown_to_holders_of_a_token_as_metrics_are(
+def test_cluster_state_is_shown_to_token_holders_only_as_metrics_are(
     guarded: Coordinator, path: str
 ) -> None:
     with guarded.client(token="a-token") as client:
@@ -303,7 +301,7 @@ def test_what_the_cluster_does_is_shown_to_holders_of_a_token_as_metrics_are(
         ) or "job_created" in json.dumps(received(guarded, path, token=token))
 
 
-def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
+def test_token_for_one_job_shows_only_that_job(guarded: Coordinator) -> None:
     with guarded.client(token="a-token") as client:
         for job_id in ("train", "another"):
             client.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
@@ -324,7 +322,7 @@ def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
     assert answer(guarded, "/sd", token="t-token")[0] == HTTPStatus.FORBIDDEN
 
 
-def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(
+def test_page_itself_contains_no_cluster_state_and_requires_no_token(
     guarded: Coordinator,
 ) -> None:
     status, text, headers = answer(guarded, "/")
@@ -337,7 +335,7 @@ def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(
     )
 
 
-def test_the_page_needs_no_other_host_and_runs_nothing_but_its_own(
+def test_page_loads_nothing_from_other_hosts_and_runs_only_its_own_code(
     shared_coordinator: Coordinator,
 ) -> None:
     _, text, headers = answer(shared_coordinator, "/")

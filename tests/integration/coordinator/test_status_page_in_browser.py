@@ -53,7 +53,7 @@ def cells(browser: Browser, section: str) -> list[list[str]]:
     return list(browser.run(f"return {rows}", f"#{section} tbody tr"))
 
 
-def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
+def test_page_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     make_job: MakeJob, browser: Browser
 ) -> None:
     job = make_job(together=3, smallest=2)
@@ -153,7 +153,7 @@ def test_the_table_of_ranks_with_two_metrics_fits_into_1280_pixels(
         assert content <= room
 
 
-def test_the_course_begins_with_the_first_step_and_has_round_ticks(
+def test_plot_starts_with_the_first_step_and_has_round_ticks(
     make_job: MakeJob, browser: Browser
 ) -> None:
     job = make_job(together=1)
@@ -191,7 +191,9 @@ def test_the_course_begins_with_the_first_step_and_has_round_ticks(
     assert float(re.match(r"M([0-9.]+)", line)[1]) == 62, "nothing is blank before the first step"
 
 
-def test_it_names_workers_and_not_their_identifiers(make_job: MakeJob, browser: Browser) -> None:
+def test_page_shows_worker_names_instead_of_identifiers(
+    make_job: MakeJob, browser: Browser
+) -> None:
     job = make_job(together=2, smallest=1)
     one, other = (str(uuid.uuid4()) for _ in range(2))
     a, b = job.form(one, other, host="host-7")
@@ -205,7 +207,7 @@ def test_it_names_workers_and_not_their_identifiers(make_job: MakeJob, browser: 
     assert not re.search(r"[0-9a-f]{8}-[0-9a-f]{4}|cause|world_size|_", said), said
 
 
-def test_it_shows_parameter_servers_and_what_is_missing(
+def test_page_shows_parameter_servers_and_missing_ones(
     make_job: MakeJob, make_server: Callable[..., Server], browser: Browser
 ) -> None:
     job = make_job(together=1, parameter_servers=2)
@@ -231,7 +233,7 @@ def test_it_shows_parameter_servers_and_what_is_missing(
     )
 
 
-def test_what_others_have_written_is_shown_as_text(make_job: MakeJob, browser: Browser) -> None:
+def test_text_from_users_is_shown_as_text(make_job: MakeJob, browser: Browser) -> None:
     job = make_job(together=1)
     (member,) = job.form("a")
     evil = "<img src=x onerror=\"document.title='taken'\"><b>bold</b>"
@@ -243,7 +245,7 @@ def test_what_others_have_written_is_shown_as_text(make_job: MakeJob, browser: B
     assert browser.run("return document.title").startswith(job.job_id)
 
 
-def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(
+def test_jobs_are_selected_by_links_reachable_by_keyboard(
     make_job: MakeJob, browser: Browser
 ) -> None:
     one, other = make_job(together=1), make_job(together=1)
@@ -265,7 +267,7 @@ def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(
     )
 
 
-def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> None:
+def test_page_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> None:
     """WCAG AA requires a text contrast of 4.5."""
     job = make_job(together=2)
     a, b = job.form("a", "b")
@@ -283,7 +285,7 @@ def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> N
     assert len(set(grounds)) == 2
 
 
-def test_names_roles_and_headings_are_there_for_those_who_do_not_see_it(
+def test_page_has_names_roles_and_headings_for_screen_readers(
     make_job: MakeJob, browser: Browser
 ) -> None:
     job = make_job(together=1)
@@ -334,7 +336,7 @@ def test_a_cluster_with_tokens_asks_for_one(
     )
 
 
-def test_when_the_coordinator_is_away_it_says_so_and_goes_on_with_it(
+def test_page_reports_an_absent_coordinator_and_continues_when_it_returns(
     make_coordinator: Callable[..., Coordinator], tmp_path: Path, browser: Browser
 ) -> None:
     reserved = ReservedPort()

@@ -73,7 +73,9 @@ def test_jobs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(test())
 
 
-def test_followers_of_a_jobs_events(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_followers_of_a_jobs_events_are_limited(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job()
     request = pb.WatchEventsRequest(job_id=job.job_id, follow=True)
     with grpc.insecure_channel(shared_coordinator.address) as channel:
@@ -143,7 +145,7 @@ def test_batches_of_a_member(make_job: MakeJob) -> None:
     assert lease(1, (0,)) == [MOST_BATCHES], "what was refused has finished nothing"
 
 
-def test_reports_of_a_parameter_server_while_redis_is_away(
+def test_server_reports_are_limited_while_redis_is_away(
     make_coordinator: Callable[..., Coordinator], make_server: Callable[..., Server], tmp_path: Path
 ) -> None:
     reserved = ReservedPort()

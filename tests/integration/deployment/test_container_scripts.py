@@ -40,7 +40,7 @@ def entrypoint(environment: dict[str, str], *command: str) -> subprocess.Complet
     )
 
 
-def test_the_entrypoint_puts_a_secret_files_content_into_the_environment_and_becomes_the_command(
+def test_entrypoint_exports_a_secret_files_content_and_execs_the_command(
     tmp_path: Path,
 ) -> None:
     secret = tmp_path / "token"
@@ -53,13 +53,13 @@ def test_the_entrypoint_puts_a_secret_files_content_into_the_environment_and_bec
     assert not [line for line in lines if "__FILE" in line]
 
 
-def test_the_entrypoint_keeps_the_commands_arguments_and_exit_status_as_they_are() -> None:
+def test_entrypoint_preserves_the_commands_arguments_and_exit_status() -> None:
     ended = entrypoint({}, "sh", "-c", 'printf "<%s>" "$@"; exit 7', "sh", "two words", "*")
     assert ended.returncode == 7
     assert ended.stdout == "<two words><*>"
 
 
-def test_the_entrypoint_names_a_secret_that_cannot_be_read(tmp_path: Path) -> None:
+def test_entrypoint_names_an_unreadable_secret(tmp_path: Path) -> None:
     ended = entrypoint({"SHOAL_TOKEN__FILE": str(tmp_path / "missing")}, "env")
     assert ended.returncode == 1
     assert f"SHOAL_TOKEN__FILE={tmp_path / 'missing'} cannot be read" in ended.stderr
@@ -115,18 +115,18 @@ def make_secrets(tmp_path: Path) -> Path:
     return Path(shutil.copy(MAKE_SECRETS, tmp_path))
 
 
-def test_made_tokens_are_in_the_table_with_their_role(make_secrets: Path) -> None:
+def test_generated_tokens_are_in_the_table_with_their_role(make_secrets: Path) -> None:
     secrets = made(make_secrets)
     table = TokenTable.from_file(make_secrets.parent / "secrets/tokens")
     for role in Role:
         assert table.holder_of(f"Bearer {secrets[f'{role}_token']}").role is role
 
 
-def test_made_secrets_are_never_overwritten(make_secrets: Path) -> None:
+def test_existing_secrets_are_never_overwritten(make_secrets: Path) -> None:
     assert made(make_secrets) == made(make_secrets)
 
 
-def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(
+def test_container_user_can_read_the_secrets_and_only_their_owner_the_folder(
     make_secrets: Path,
 ) -> None:
     made(make_secrets)
@@ -173,7 +173,7 @@ def _check_worker(url: str) -> None:
                 worker.execute_command(*command.split())
 
 
-def test_redis_as_compose_starts_it_keeps_writes_and_lets_strangers_only_ping(
+def test_redis_started_as_in_compose_keeps_writes_and_only_answers_pings_without_a_password(
     make_secrets: Path, tmp_path: Path
 ) -> None:
     secrets = made(make_secrets)

@@ -63,7 +63,7 @@ def configured(folder: Path, coordinator_http: str) -> Path:
     return path
 
 
-def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(
+def test_prometheus_finds_and_scrapes_the_coordinators_targets(
     processes: Any, tmp_path: Path
 ) -> None:
     if shutil.which("prometheus") is None:

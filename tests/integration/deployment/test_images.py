@@ -149,7 +149,7 @@ def test_the_coordinators_image_starts_without_torch(coordinator_image: Image) -
     assert "No module named 'torch'" in coordinator_image.run("python", "-c", "import torch").stderr
 
 
-def test_programs_know_the_flags_that_images_and_compose_give_them(
+def test_programs_accept_the_flags_of_images_and_compose(
     coordinator_image: Image, ps_server_image: Image, worker_image: Image
 ) -> None:
     commands = [
@@ -260,7 +260,7 @@ class Cluster:
         )
 
 
-def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password(
+def test_compose_services_form_a_cluster_with_tokens_and_a_redis_password(
     coordinator_image: Image,
     ps_server_image: Image,
     worker_image: Image,

@@ -47,7 +47,7 @@ def check(*command: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration(promtool: str, tmp_path: Path) -> None:
     text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
     for secret in set(re.findall(r"/run/secrets/(\w+)", text)):
         (tmp_path / secret).write_text("token")
@@ -57,7 +57,7 @@ def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> No
     check(promtool, "check", "config", str(configuration))
 
 
-def test_alerts_fire_when_they_should_and_else_do_not(promtool: str) -> None:
+def test_alerts_fire_when_they_should_and_only_then(promtool: str) -> None:
     check(promtool, "test", "rules", str(ALERTS.with_name("alerts_test.yml")))
 
 
@@ -69,7 +69,7 @@ def test_every_dashboard_marks_each_cause_of_a_generation() -> None:
         assert marked == causes - {"unspecified"}, name
 
 
-def test_an_alert_has_a_test_and_a_paragraph_and_says_what_to_do(subtests: pytest.Subtests) -> None:
+def test_every_alert_has_a_test_and_a_paragraph_with_a_remedy(subtests: pytest.Subtests) -> None:
     cases = ALERTS.with_name("alerts_test.yml").read_text()
     page = (ROOT / "docs/observability.md").read_text()
     for rule in RULES:
@@ -105,7 +105,7 @@ def test_every_query_of_the_dashboards_is_valid_promql(promtool: str, tmp_path: 
     check(promtool, "check", "rules", str(path))
 
 
-def test_the_committed_dashboards_are_what_the_code_makes() -> None:
+def test_committed_dashboards_match_the_generated_ones() -> None:
     assert {board.uid for board in BOARDS} == GENERATED.keys(), "run make dashboards"
     for board in BOARDS:
         assert (ROOT / f"docker/grafana/generated/{board.uid}.json").read_text() == rendered(
@@ -113,7 +113,7 @@ def test_the_committed_dashboards_are_what_the_code_makes() -> None:
         ), "run make dashboards"
 
 
-def test_dashboards_know_each_other_and_are_where_compose_mounts_them() -> None:
+def test_dashboards_link_to_each_other_and_lie_where_compose_mounts_them() -> None:
     for dashboard in GENERATED.values():
         assert dashboard["tags"] == ["shoal"]
         assert dashboard["links"][0]["tags"] == ["shoal"]
@@ -124,14 +124,14 @@ def test_dashboards_know_each_other_and_are_where_compose_mounts_them() -> None:
     assert home.stem in GENERATED
 
 
-def test_panels_have_titles_of_their_own_and_say_what_they_show() -> None:
+def test_panels_have_unique_titles_and_a_description() -> None:
     for board in BOARDS:
         graphs = [graph for _, graphs in board.rows for graph in graphs]
         assert len({graph.title for graph in graphs}) == len(graphs)
         assert all(graph.text.endswith(".") for graph in (*graphs, board))
 
 
-def test_the_dashboards_read_the_datasource_that_is_provisioned() -> None:
+def test_dashboards_read_the_provisioned_datasource() -> None:
     provisioned = yaml.safe_load((ROOT / "docker/grafana/datasource.yml").read_text())[
         "datasources"
     ]

@@ -70,7 +70,7 @@ def check_reported(command: Command, *, rank: int, error: str) -> None:
         pytest.param(3, marks=pytest.mark.matrix),
     ],
 )
-def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(
+def test_bug_on_one_rank_under_zero3_fails_the_run_even_if_the_other_could_finish(
     shell: Shell, runs: int
 ) -> None:
     """The order in which the two ranks end differs between runs. The second rank may or may not
@@ -100,7 +100,7 @@ def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
+def test_configuration_refused_by_one_pipeline_stage_ends_the_job(shell: Shell) -> None:
     """The other stage, which waits for gradients, could otherwise train all stages on its own."""
     step = (
         "model.train_step(rows, loss_fn=lambda output, _: output if shoal.rank() == 1 else "
@@ -112,7 +112,7 @@ def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Shell) -> None:
+def test_bug_in_the_first_step_on_half_of_a_replica_ends_the_job(shell: Shell) -> None:
     """Without that rank the other half of the replica cannot continue, and no rank can
     replace it."""
     bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"
@@ -120,13 +120,13 @@ def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Sh
     check_reported(command, rank=1, error="ValueError: a bug in the first step")
 
 
-def test_a_script_that_ends_on_one_rank_before_its_first_step_is_not_green(shell: Shell) -> None:
+def test_script_that_ends_on_one_rank_before_its_first_step_fails_the_run(shell: Shell) -> None:
     bug = f"if shoal.rank() == 1: raise SystemExit\n            {PLAIN}"
     command = run(shell, strategy="strategy='ddp'", step=bug, epochs=A_MOMENT)
     check_reported(command, rank=0, error="a peer's script finished after step 0")
 
 
-def test_a_script_that_ends_on_one_rank_within_a_round_is_not_green(shell: Shell) -> None:
+def test_script_that_ends_on_one_rank_within_a_round_fails_the_run(shell: Shell) -> None:
     """The other rank notices at the end of the round, when its position is the round's start."""
     bug = f"if shoal.rank() == 1 and loader.global_step == 6: raise SystemExit\n            {PLAIN}"
     strategy = "strategy='local_sgd', sync_every=4"

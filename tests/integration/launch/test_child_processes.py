@@ -62,11 +62,11 @@ def gone(pid: int) -> bool:
     ("code", "status"),
     [("exit(7)", ExitStatus(7)), ("import os; os.kill(os.getpid(), 9)", ExitStatus(137, 9))],
 )
-def test_exit_codes_and_signals_come_through(code: str, status: ExitStatus) -> None:
+def test_exit_codes_and_signals_are_returned(code: str, status: ExitStatus) -> None:
     assert ended(python(code)) == status
 
 
-def test_a_program_that_is_not_there_ends_with_an_error() -> None:
+def test_missing_program_is_an_error() -> None:
     child = Child(
         ["/no/such/program"],
         environment=os.environ,
@@ -83,7 +83,7 @@ def test_a_child_leads_its_own_session() -> None:
     stop_all([child], grace=DEADLINE)
 
 
-def test_an_event_loop_hears_of_the_end_at_once() -> None:
+def test_event_loop_is_notified_of_the_end_at_once() -> None:
     timers = 0
 
     class Counting(asyncio.SelectorEventLoop):
@@ -104,7 +104,7 @@ def test_an_event_loop_hears_of_the_end_at_once() -> None:
     assert timers == 1, "beside this test's own deadline it looks by the clock"
 
 
-def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
+def test_descendants_of_a_child_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     child = python(f"""
         import os, subprocess, sys
@@ -116,7 +116,7 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
     until(lambda: gone(int(note.read_text())), "the grandchild's end")
 
 
-def test_stopping_is_gentle_first(tmp_path: Path) -> None:
+def test_stopping_first_lets_children_handle_sigterm(tmp_path: Path) -> None:
     ready, log = tmp_path / "ready", tmp_path / "log"
     child = python(f"""
         import pathlib, signal, sys
@@ -132,7 +132,7 @@ def test_stopping_is_gentle_first(tmp_path: Path) -> None:
     assert (child.status, log.read_text()) == (ExitStatus(5), "left")
 
 
-def test_stopping_ends_those_that_do_not_listen_and_what_they_hid_in_other_sessions(
+def test_stopping_kills_unresponsive_children_and_their_descendants_in_other_sessions(
     tmp_path: Path,
 ) -> None:
     note = tmp_path / "pid"
@@ -151,7 +151,7 @@ def test_stopping_ends_those_that_do_not_listen_and_what_they_hid_in_other_sessi
     assert gone(int(note.read_text()))
 
 
-def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_children_die_with_a_killed_launcher(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     launcher = subprocess.Popen(
         [
@@ -176,7 +176,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     until(lambda: gone(int(note.read_text())), "the child's end")
 
 
-def test_a_handle_names_one_process_for_good() -> None:
+def test_handle_identifies_one_process_permanently() -> None:
     child = python("import time; time.sleep(60)")
     handle = Handle(child.pid)
     assert not handle.wait(timedelta(0))
@@ -189,7 +189,7 @@ def test_a_handle_names_one_process_for_good() -> None:
         Handle(child.pid)
 
 
-def test_a_reserved_port_can_be_reported_before_it_is_listened_on() -> None:
+def test_reserved_port_can_be_reported_before_a_process_listens_on_it() -> None:
     import socket
 
     with ReservedPort() as reserved:
@@ -198,7 +198,7 @@ def test_a_reserved_port_can_be_reported_before_it_is_listened_on() -> None:
         taker.close()
 
 
-def test_port_files_are_read_when_they_are_there(tmp_path: Path) -> None:
+def test_port_files_are_read_once_they_exist(tmp_path: Path) -> None:
     path = tmp_path / "service.json"
     assert read_port_file(path) is None
     path.write_text('{"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3}')

@@ -59,7 +59,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         service.release()
 
 
-def test_a_service_is_started_again_however_often_it_is_killed(kept: Any) -> None:
+def test_killed_service_is_restarted_each_time(kept: Any) -> None:
     service, keeper, notes = kept(serves=True)
 
     async def kill_it_often() -> None:
@@ -80,7 +80,7 @@ def test_a_service_is_started_again_however_often_it_is_killed(kept: Any) -> Non
     assert all("was restarted as pid" in note for note in notes)
 
 
-def test_a_service_that_never_comes_to_serve_is_given_up(kept: Any) -> None:
+def test_service_that_never_becomes_ready_is_given_up(kept: Any) -> None:
     service, keeper, notes = kept(serves=False)
 
     async def keep() -> None:

@@ -31,7 +31,7 @@ def coordinator(command: Command) -> psutil.Process:
     return found
 
 
-def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Shell) -> None:
+def test_launchers_find_the_coordinator_and_return_the_commands_exit_status(shell: Shell) -> None:
     script = shell.script("import os\nprint(os.environ['WORLD_SIZE'], flush=True)\n")
     both = shell.script(
         '"$@" & first=$!\n"$@" & second=$!\nwait $first && wait $second && exit 7\n', "both.sh"
@@ -43,7 +43,7 @@ def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Sh
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(
+def test_signal_to_every_process_spares_the_coordinator_until_the_command_has_ended(
     shell: Shell, elastic_worker: Path
 ) -> None:
     """Batch systems signal every process of a job at once."""
@@ -68,9 +68,7 @@ def address(process: psutil.Process) -> str:
     return arguments[arguments.index("--listen") + 1]
 
 
-def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
-    shell: Shell, elastic_worker: Path
-) -> None:
+def test_dead_coordinator_restarts_with_its_state(shell: Shell, elastic_worker: Path) -> None:
     finish = shell.directory / "finish"
     command = shell.start(*HERE, *RUN, elastic_worker, finish)
     command.wait_for_output("rank 0 of 1")
@@ -86,7 +84,7 @@ def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
     command.wait_until_gone()
 
 
-def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> None:
+def test_invalid_command_lines_are_refused_before_anything_starts(shell: Shell) -> None:
     for flags, said in (
         (("coordinate", "--", "no-such-program"), "'no-such-program' was not found on PATH"),
         (
@@ -98,7 +96,9 @@ def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> No
         assert (status, said in err) == (2, True), err
 
 
-def test_a_redis_that_other_machines_reach_without_tls_has_to_be_allowed(shell: Shell) -> None:
+def test_redis_reachable_from_other_machines_without_tls_must_be_allowed_explicitly(
+    shell: Shell,
+) -> None:
     command = shell.start_program(
         sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://192.0.2.77"
     )

@@ -63,7 +63,7 @@ def test_all_workers_are_waited_for_at_the_start_and_the_end_is_a_success(
     assert command.family() == []
 
 
-def test_a_killed_worker_is_replaced_while_the_others_go_on(
+def test_killed_worker_is_replaced_while_the_others_continue(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker)
@@ -78,7 +78,7 @@ def test_a_killed_worker_is_replaced_while_the_others_go_on(
     assert f"recovered from 1 worker failure: rank 1 (pid {victim}, SIGKILL)" in command.stderr
 
 
-def test_events_name_the_signal_even_if_the_coordinator_misses_a_worker_before_its_launcher_does(
+def test_events_name_the_signal_even_if_the_coordinator_notices_the_loss_before_the_launcher(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, workers=2)
@@ -100,9 +100,7 @@ def test_events_name_the_signal_even_if_the_coordinator_misses_a_worker_before_i
 
 
 @pytest.mark.slow  # the line follows after 10 s
-def test_a_run_that_is_over_says_which_worker_it_waits_for(
-    shell: Shell, elastic_worker: Path
-) -> None:
+def test_finished_run_names_the_worker_it_waits_for(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, workers=2, script=shell.script(LINGERS))
     last = shell.pids()[1]
     (shell.directory / "finish").touch()
@@ -112,7 +110,7 @@ def test_a_run_that_is_over_says_which_worker_it_waits_for(
     assert command.wait() == 0
 
 
-def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_run_has_failed(
+def test_without_restarts_the_others_continue_until_the_last_one_dies_and_the_run_fails(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "0", workers=2)
@@ -129,7 +127,7 @@ def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_ru
     )
 
 
-def test_what_the_others_outlive_is_reported_and_is_no_failure(
+def test_failure_survived_by_the_others_is_reported_and_does_not_fail_the_run(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "0", workers=2)
@@ -139,9 +137,7 @@ def test_what_the_others_outlive_is_reported_and_is_no_failure(
     assert "run completed; recovered from 1 worker failure" in command.stderr
 
 
-def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(
-    shell: Shell, elastic_worker: Path
-) -> None:
+def test_signal_to_the_launcher_lets_the_workers_leave(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, workers=2)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 128 + signal.SIGTERM
@@ -149,7 +145,7 @@ def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(
     assert "FAILED" not in command.stderr
 
 
-def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacement_behind(
+def test_launcher_asked_to_end_just_after_a_death_leaves_no_replacement_behind(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, workers=2)
@@ -159,7 +155,7 @@ def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacemen
     command.wait_until_gone()  # a worker that was just forked dies shortly after the launcher
 
 
-def test_the_coordinator_comes_back_and_the_job_goes_on(shell: Shell, elastic_worker: Path) -> None:
+def test_coordinator_returns_and_the_job_continues(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, workers=2)
     coordinator = next(
         process for process in command.family() if "shoal_coordinator" in process.cmdline()

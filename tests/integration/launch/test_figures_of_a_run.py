@@ -44,7 +44,7 @@ for epoch in loader.epochs(int(sys.argv[1])):
 STEPS, SAMPLES = 9, 100  # of an epoch
 
 
-def test_a_killed_worker_is_reported_with_its_pause_and_the_figures_and_the_plot_have_it(
+def test_killed_worker_appears_with_its_pause_in_the_report_the_figures_and_the_plot(
     shell: Shell, tmp_path: Path
 ) -> None:
     plot, epochs = tmp_path / "course.svg", 30
@@ -85,9 +85,7 @@ def test_a_killed_worker_is_reported_with_its_pause_and_the_figures_and_the_plot
     assert ">accuracy</text>" in plot.read_text(), "what the script reports is in the picture too"
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_impossible_plot_is_refused_before_the_run(shell: Shell, tmp_path: Path) -> None:
     script = shell.script("print('ran')")
     for file, wrong in (
         (tmp_path / "course.pdf", ".png or .svg"),
@@ -127,7 +125,7 @@ for _ in loader.epochs(2):
 
 
 @pytest.mark.matrix
-def test_of_a_stream_nobody_knows_how_many_steps_are_left(shell: Shell) -> None:
+def test_remaining_steps_of_a_stream_are_unknown(shell: Shell) -> None:
     status, _, err = shell.run("run", "--standalone", "--nproc-per-node", "2", shell.script(STREAM))
     assert status == 0, err
     assert "shoal: 40 steps, 40 samples in " in err
@@ -161,7 +159,7 @@ def on_terminal(shell: Shell, *arguments: str | Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_off(
+def test_progress_bar_leaves_the_workers_lines_intact_and_can_be_disabled(
     shell: Shell,
 ) -> None:
     script = shell.script(SCRIPT)

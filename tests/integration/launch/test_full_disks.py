@@ -42,7 +42,7 @@ TRAINING = """
 @pytest.mark.parametrize(
     "epochs", [1000, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.fresh])]
 )
-def test_the_rank_whose_disk_is_full_is_the_first_failure(
+def test_rank_with_a_full_disk_is_reported_as_the_first_failure(
     shell: Shell, rank: int, epochs: int
 ) -> None:
     """Rank 0 completes the checkpoint, so it hears of the other rank's failure and raises in the

@@ -81,13 +81,13 @@ QUICK = ("lock 0.0", "Python's lock 1.0", "data worker 0.0", "diverged 0.0")
 """Scripts whose diagnoses are found in different ways; they run in every test run."""
 
 
-def test_the_scripts_are_fifty_and_those_of_every_run_are_among_them() -> None:
+def test_there_are_fifty_scripts_including_those_of_every_run() -> None:
     names = [script.name for script in scripts()]
     assert len(set(names)) == len(names) >= 50
     assert set(QUICK) <= set(names)
 
 
-def test_rank_and_cause_are_right_in_scripts_of_each_path(tmp_path: Path, zygote: Zygote) -> None:
+def test_rank_and_cause_are_correct_in_scripts_of_each_path(tmp_path: Path, zygote: Zygote) -> None:
     faults = run([each for each in scripts() if each.name in QUICK], tmp_path, zygote)
     assert not faults, report(faults)
 

@@ -39,7 +39,7 @@ LINE = 'script.py:5 in wait_for_data (while not os.path.exists("data"): sum(rang
 """A loop that uses processor time: without any, the rank would be evicted after a minute."""
 
 
-def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status(
+def test_status_and_other_ranks_name_the_line_where_a_rank_hangs(
     shell: Shell,
 ) -> None:
     command = shell.start(

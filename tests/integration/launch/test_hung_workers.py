@@ -35,7 +35,7 @@ TRAINING = """
 @pytest.mark.slow
 @pytest.mark.fresh
 @pytest.mark.timeout(180)
-def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
+def test_run_finishes_without_its_hung_worker(shell: Shell) -> None:
     """The worker's lease is 30 s, and it then has 20 s to exit by itself."""
     command = shell.start(
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))

@@ -22,7 +22,7 @@ def own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
 
 
-def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> None:
+def test_cluster_serves_is_registered_and_leaves_no_trace(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     job = JobSettings(job_id="job", min_workers=1, max_workers=2, parameter_servers=2)
     with LocalCluster(job, command="a test", log_directory=tmp_path / "logs") as cluster:
@@ -95,7 +95,7 @@ def test_a_proxy_in_the_environment_is_not_used_for_the_clusters_own_connections
             assert client.get_server().server_id == "server-0"
 
 
-def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
+def test_cluster_without_a_home_directory_serves_and_reports_the_limitations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -112,7 +112,7 @@ def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
     assert "/dev/null/nobody" in received
 
 
-def test_a_service_that_cannot_start_is_reported_with_its_own_words_and_nothing_stays(
+def test_service_that_cannot_start_is_reported_in_its_own_words_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = set(psutil.Process().children(recursive=True))

@@ -73,7 +73,7 @@ def kinds(client: CoordinatorClient) -> list[tuple[str, str]]:
     return [(event.kind, event.attributes.get("host", "")) for event in events]
 
 
-def test_a_preemption_notice_makes_the_workers_leave_while_the_others_go_on(
+def test_preemption_notice_makes_the_workers_leave_while_the_others_continue(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:
     with metadata_service("aws") as service:
@@ -121,7 +121,7 @@ def test_a_preemption_notice_ends_the_run_of_shoal_up(shell: Shell, elastic_work
     assert "GCP will stop this machine within 30 s (preempted); the workers on" in command.stderr
 
 
-def test_a_machine_on_which_workers_die_again_and_again_is_excluded_with_the_reason(
+def test_machine_where_workers_keep_dying_is_excluded_with_the_reason(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:
     good = start(shell, endpoint, elastic_worker, host="good")
@@ -193,7 +193,7 @@ def test_a_machine_that_fails_its_health_checks_is_refused_until_it_passes_them(
 
 
 @pytest.mark.slow
-def test_no_worker_is_replaced_on_a_machine_that_has_become_unhealthy(
+def test_worker_is_not_replaced_on_a_machine_that_has_become_unhealthy(
     shell: Shell, endpoint: str, client: CoordinatorClient, elastic_worker: Path
 ) -> None:
     good = start(shell, endpoint, elastic_worker, host="good")

@@ -24,7 +24,7 @@ print("trained", flush=True)
 """
 
 
-def test_a_worker_whose_metrics_port_is_taken_trains_and_says_so_in_one_line(shell: Shell) -> None:
+def test_worker_with_a_taken_metrics_port_trains_and_reports_it_in_one_line(shell: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         command = shell.start(

@@ -32,7 +32,7 @@ MISSING = (
 )
 
 
-def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_ends_the_job_at_once(
+def test_launcher_and_status_name_missing_servers_and_sigterm_ends_the_job_at_once(
     shell: Shell, coordinator: Coordinator
 ) -> None:
     endpoint = coordinator.address

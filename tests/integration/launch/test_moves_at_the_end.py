@@ -21,7 +21,7 @@ from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import JobEnd
 from shoal.launcher.workers.settings import RunSettings
 
-from tests.integration.launch.test_not_knowing import MovingSite, Reporter, news
+from tests.integration.launch.test_unknown_membership import MovingSite, Reporter, news
 from tests.zygote.children import eventually
 
 STARTS = """
@@ -127,7 +127,7 @@ class Run:
 
 
 @pytest.mark.parametrize("program", [STARTS, JOINS], ids=["plain", "elastic"])
-def test_a_run_whose_workers_have_ended_well_is_not_started_again(
+def test_run_whose_workers_ended_well_is_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     """The set of launchers changes before the coordinator has answered the exit report. By then the
@@ -142,7 +142,7 @@ def test_a_run_whose_workers_have_ended_well_is_not_started_again(
     assert (run.starts, run.site.placed, run.said) == (1, 1, [])
 
 
-def test_a_launcher_that_was_asked_to_end_starts_nothing_when_launchers_move(
+def test_launcher_asked_to_end_starts_nothing_when_launchers_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it register again with the other launchers, which would then wait for it."""

@@ -60,7 +60,7 @@ def environment_of(lines: list[str]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> None:
+def test_torchrun_script_runs_unchanged_with_the_same_output(shell: Shell) -> None:
     script = shell.script(ALL_REDUCE)
     torchrun = shell.start_program(
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script
@@ -85,7 +85,7 @@ def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> Non
     }
 
 
-def test_output_carries_the_rank_and_keeps_its_stream(shell: Shell) -> None:
+def test_output_is_prefixed_with_the_rank_and_keeps_its_stream(shell: Shell) -> None:
     script = shell.script(
         "import os, sys\nprint('to out', os.environ['RANK'])\nprint('to err', os.environ['RANK'], "
         "file=sys.stderr)"
@@ -109,14 +109,14 @@ def test_the_first_failure_ends_the_run_with_its_code_and_is_reported(shell: She
     command.wait_until_gone()
 
 
-def test_a_death_by_signal_is_128_and_the_signal(shell: Shell) -> None:
+def test_death_by_a_signal_exits_with_128_plus_the_signal(shell: Shell) -> None:
     script = shell.script("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
     status, _, err = shell.run("run", script)
     assert status == 128 + signal.SIGSEGV
     assert "exit code : 139 (SIGSEGV)" in err
 
 
-def test_a_traceback_kept_by_torchs_record_is_in_the_account(shell: Shell) -> None:
+def test_traceback_in_torchs_error_file_is_reported(shell: Shell) -> None:
     script = shell.script(
         "import json, os\n"
         "message = {'message': 'x', 'extraInfo': {'py_callstack': 'Traceback: the very cause', "
@@ -129,7 +129,7 @@ def test_a_traceback_kept_by_torchs_record_is_in_the_account(shell: Shell) -> No
     assert "    Traceback: the very cause" in err
 
 
-def test_all_workers_are_started_anew_as_often_as_allowed(shell: Shell) -> None:
+def test_all_workers_are_restarted_as_often_as_allowed(shell: Shell) -> None:
     script = shell.script(
         "import os, sys, time\n"
         "restart = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
@@ -152,7 +152,7 @@ def test_when_restarts_are_used_up_the_last_failure_counts(shell: Shell) -> None
     assert err.count("rank      : 0") == 1
 
 
-def test_arguments_after_the_script_are_its_own(shell: Shell) -> None:
+def test_arguments_after_the_script_are_passed_to_it(shell: Shell) -> None:
     script = shell.script("import sys\nprint(sys.argv[1:])")
     status, out, _ = shell.run("run", script, "--nproc-per-node", "9", "--my_flag", "-m", "--help")
     assert (status, out) == (0, "[0]: ['--nproc-per-node', '9', '--my_flag', '-m', '--help']\n")
@@ -165,7 +165,7 @@ def test_modules_and_programs_run_too(shell: Shell) -> None:
     assert shell.run("run", "--no_python", "/bin/echo", "plain")[:2] == (0, "[0]: plain\n")
 
 
-def test_torchruns_environment_variables_stand_for_its_flags(shell: Shell) -> None:
+def test_environment_variables_of_torchrun_replace_its_flags(shell: Shell) -> None:
     script = shell.script("import os\nprint(os.environ['ROLE_NAME'])")
     status, out, _ = shell.run("run", script, PET_NPROC_PER_NODE="2", PET_ROLE="trainer")
     assert (status, sorted(out.splitlines())) == (0, ["[0]: trainer", "[1]: trainer"])
@@ -184,7 +184,7 @@ def test_torchruns_environment_variables_stand_for_its_flags(shell: Shell) -> No
         ([], "Missing argument"),
     ],
 )
-def test_command_lines_that_cannot_work_are_refused_before_anything_starts(
+def test_invalid_command_lines_are_refused_before_anything_starts(
     shell: Shell, arguments: list[str], message: str
 ) -> None:
     status, out, err = shell.run("run", *arguments)
@@ -193,7 +193,7 @@ def test_command_lines_that_cannot_work_are_refused_before_anything_starts(
     assert "Traceback" not in err
 
 
-def test_files_keep_each_workers_output(shell: Shell) -> None:
+def test_output_files_keep_each_workers_output(shell: Shell) -> None:
     script = shell.script("import os\nprint('line of', os.environ['RANK'])")
     status, out, _ = shell.run(
         "run",
@@ -224,7 +224,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_launcher_that_is_asked_to_end_takes_everything_with_it(
+def test_launcher_asked_to_end_takes_all_its_processes_with_it(
     shell: Shell, number: signal.Signals
 ) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(SLEEPER))
@@ -234,7 +234,7 @@ def test_a_launcher_that_is_asked_to_end_takes_everything_with_it(
     assert command.family() == []
 
 
-def test_a_launcher_that_is_killed_leaves_no_worker_no_service_and_no_files(shell: Shell) -> None:
+def test_killed_launcher_leaves_no_worker_service_or_file(shell: Shell) -> None:
     temporary = shell.directory / "temporary"
     temporary.mkdir()
     script = shell.script("import time\nprint('started', flush=True)\ntime.sleep(300)")
@@ -257,7 +257,7 @@ def test_a_launcher_that_is_killed_leaves_no_worker_no_service_and_no_files(shel
     assert list(temporary.iterdir()) == []
 
 
-def test_workers_that_do_not_listen_are_killed_after_the_grace(shell: Shell) -> None:
+def test_unresponsive_workers_are_killed_after_the_grace(shell: Shell) -> None:
     script = shell.script(
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', "
         "flush=True)\nsignal.pause()"
@@ -295,7 +295,7 @@ def test_a_lost_terminal_does_not_end_the_workers(shell: Shell, tmp_path: Path) 
     assert (tmp_path / "done").exists()
 
 
-def test_each_worker_of_slices_of_gpus_sees_its_own(shell: Shell) -> None:
+def test_workers_on_gpu_slices_each_see_their_own(shell: Shell) -> None:
     script = shell.script(
         "import os\nprint('sees', os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )

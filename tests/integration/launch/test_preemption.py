@@ -99,7 +99,7 @@ def newest_step(shell: Shell) -> int:
         pytest.param(True, marks=[pytest.mark.slow, pytest.mark.fresh]),
     ],
 )
-def test_a_preempted_run_saves_after_its_loop_at_one_step_boundary_and_again_takes_each_sample_once(
+def test_preempted_run_saves_at_one_step_boundary_and_its_resumption_takes_each_sample_once(
     shell: Shell, again: bool
 ) -> None:
     """SHOAL_DRAIN_GRACE_S keeps its default of 1 s, within which the launcher asks both workers to
@@ -123,7 +123,7 @@ def test_a_preempted_run_saves_after_its_loop_at_one_step_boundary_and_again_tak
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whole(
+def test_grace_shorter_than_the_write_leaves_the_older_checkpoint_intact(
     shell: Shell,
 ) -> None:
     script, command = preempt(

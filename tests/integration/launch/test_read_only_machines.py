@@ -76,7 +76,7 @@ exec "$2" -m shoal_coordinator --listen 127.0.0.1:0 --redis "embedded://$1/redis
 """
 
 
-def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(
+def test_embedded_redis_on_a_full_disk_is_reported_as_out_of_space(
     shell: Shell, tmp_path: Path
 ) -> None:
     if why := why_not():
@@ -158,7 +158,7 @@ NO_TEMPORARY = r"No usable temporary directory found in \[.*\]; set TMPDIR to a 
     ],
     ids=lambda command: command[0] + "-" + command[1].strip("-"),
 )
-def test_without_a_temporary_directory_a_program_says_so_in_one_line(
+def test_missing_temporary_directory_is_reported_in_one_line(
     shell: Shell, command: tuple[str, ...]
 ) -> None:
     arguments = [shell.script("print('ran')") if each == "none.py" else each for each in command]
@@ -193,7 +193,7 @@ def test_without_a_temporary_directory_a_program_says_so_in_one_line(
     ],
     ids=["coordinator", "server", "log-dir", "record-dir"],
 )
-def test_a_directory_for_data_that_cannot_be_written_is_named_in_one_line(
+def test_unwritable_data_directory_is_named_in_one_line(
     shell: Shell, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     arguments = [shell.script("print('ran')") if each == "none.py" else each for each in command]
@@ -209,7 +209,7 @@ def test_a_directory_for_data_that_cannot_be_written_is_named_in_one_line(
 
 
 @pytest.mark.slow
-def test_training_needs_a_temporary_directory_alone(shell: Shell, tmp_path: Path) -> None:
+def test_training_needs_only_a_temporary_directory(shell: Shell, tmp_path: Path) -> None:
     writable = tmp_path / "writable"
     writable.mkdir()
     flags = ("run", "--standalone", "--nproc-per-node", "2", "--servers", "1")

@@ -78,7 +78,7 @@ def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(
     assert "Later failures" not in received
 
 
-def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
+def test_worker_that_raises_is_replaced_up_to_max_restarts_times(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "1")
@@ -95,9 +95,7 @@ def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
     assert "[0]: left" in command.stdout
 
 
-def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
-    shell: Shell, elastic_worker: Path
-) -> None:
+def test_fail_fast_overrides_an_earlier_no_fail_fast(shell: Shell, elastic_worker: Path) -> None:
     """The last of --fail-fast and --no-fail-fast on the command line applies, for example if a
     wrapper passes one and its caller the other."""
     command = start(shell, elastic_worker, "--no-fail-fast", "--fail-fast")
@@ -110,7 +108,7 @@ def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
     assert "[0]: left" in command.stdout
 
 
-def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_shows_it(
+def test_without_fail_fast_the_others_finish_and_the_status_shows_the_failure(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--no-fail-fast")
@@ -124,9 +122,7 @@ def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_show
     assert "FAILED" in command.stderr
 
 
-def test_a_worker_that_the_coordinator_evicted_is_replaced(
-    shell: Shell, elastic_worker: Path
-) -> None:
+def test_evicted_worker_is_replaced(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker)
     record = shell.cluster()
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
@@ -157,7 +153,7 @@ def test_a_run_whose_workers_were_all_drained_is_not_a_success(
     )
 
 
-def test_the_death_of_all_who_hold_the_state_is_said_loudly(
+def test_death_of_all_holders_of_the_state_is_reported_prominently(
     shell: Shell, elastic_worker: Path
 ) -> None:
     command = start(shell, elastic_worker, "--allow-restart-from-scratch", workers=1)
@@ -175,7 +171,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) -> None:
+def test_training_that_would_restart_at_step_0_fails_the_run(shell: Shell) -> None:
     command = shell.start("run", "--standalone", training(shell, DEATH))
     assert command.wait() == 1, command.stderr
     assert re.search(
@@ -184,7 +180,9 @@ def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) ->
     )
 
 
-def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell: Shell) -> None:
+def test_preempted_run_reports_it_and_names_workers_that_did_not_leave_in_time(
+    shell: Shell,
+) -> None:
     deaf = shell.script(
         "import os, pathlib, signal, sys\n"
         "pathlib.Path(os.environ['SHOAL_MEMBER_FILE']).write_text('joined')\n"
@@ -255,7 +253,7 @@ def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> N
 
 
 @pytest.mark.slow
-def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(
+def test_last_checkpoint_that_was_not_written_fails_a_single_process(
     shell: Shell,
 ) -> None:
     script = saving_to_a_full_disk(shell)

@@ -60,7 +60,7 @@ def start_elastic(
     return nodes
 
 
-def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
+def test_restarted_multi_machine_command_trains_again(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     for number in (1, 2):
@@ -74,9 +74,7 @@ def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
     assert endings(endpoint) == ["completed"] * 2
 
 
-def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(
-    shell: Shell, endpoint: str
-) -> None:
+def test_restarted_multi_machine_plain_script_runs_again(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLAIN)
     for _ in range(2):
         nodes = [
@@ -91,7 +89,7 @@ def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(
     assert endings(endpoint) == ["completed"] * 2
 
 
-def test_another_run_does_not_begin_beside_a_plain_script_that_runs(
+def test_second_run_does_not_start_beside_a_running_plain_script(
     shell: Shell, endpoint: str
 ) -> None:
     script = shell.script(
@@ -138,7 +136,7 @@ def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(
     assert endings(endpoint) == ["failed", "failed"]
 
 
-def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(
+def test_restarted_failed_job_is_a_new_run(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
@@ -152,9 +150,7 @@ def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(
     assert endings(endpoint) == ["failed", "completed"]
 
 
-def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(
-    shell: Shell, endpoint: str, elastic_worker: Path
-) -> None:
+def test_restarted_preempted_run_resumes(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     for node in nodes:
         node.process.send_signal(signal.SIGTERM)
@@ -170,7 +166,7 @@ def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_others(
+def test_launcher_that_arrives_after_the_end_says_so_while_it_waits_for_the_others(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
@@ -192,7 +188,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     assert "2 launchers for run 2 of job default did not all join within 12 s" in late.stderr
 
 
-def test_a_launcher_that_has_received_its_run_does_not_begin_another(
+def test_launcher_with_an_assigned_run_does_not_start_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     """For example, a scheduler requeues and restarts a launcher after the others have finished."""
@@ -214,7 +210,7 @@ def test_a_launcher_that_has_received_its_run_does_not_begin_another(
     assert "job default has no run 7: the newest one is run 1, and the next will be run 2" in err
 
 
-def test_resume_goes_on_with_a_run_that_failed_and_not_with_one_that_is_completed(
+def test_resume_continues_a_failed_run_but_not_a_completed_one(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--resume")
@@ -235,7 +231,7 @@ def test_resume_goes_on_with_a_run_that_failed_and_not_with_one_that_is_complete
     assert "there is nothing to resume; start without --resume to begin run 2" in err
 
 
-def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
+def test_machine_restarted_early_waits_for_the_others_to_leave(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
@@ -278,7 +274,7 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(
+def test_compose_workers_train_again_and_return_in_a_new_run_after_a_failure(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     """Two containers finish a run. Then a run fails, `restart: on-failure` starts both again, and

@@ -229,7 +229,7 @@ def seen_of(process: psutil.Process) -> bytes:
     return b""
 
 
-def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluster) -> None:
+def test_run_trains_over_tls_and_a_replacement_receives_the_state(cluster: Cluster) -> None:
     """All credentials are in files that flags name. Neither the processes of the run nor the
     children of its script have a secret in their arguments or environment."""
     script = cluster.shell.script(SCRIPT)
@@ -302,7 +302,7 @@ def test_each_family_of_strategies_trains_over_tls(
 
 
 @pytest.mark.slow
-def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
+def test_asynchronous_training_over_tls_uses_servers_that_require_tokens(
     cluster: Cluster,
 ) -> None:
     """The worker's token is in a variable. The launcher's token stays in the launcher's process."""
@@ -351,7 +351,7 @@ def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
 
 
 @pytest.mark.slow
-def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster) -> None:
+def test_submitted_runs_receive_the_flags_and_show_no_secret(cluster: Cluster) -> None:
     script = cluster.shell.script(SCRIPT)
     status, _, err = cluster.asked("worker@ddp", "submit", "--job", "ddp", str(script), "ddp")
     assert status == 0, err
@@ -385,7 +385,7 @@ def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster)
         ),
     ],
 )
-def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command: str) -> None:
+def test_command_without_a_certificate_is_refused(cluster: Cluster, command: str) -> None:
     more = {"drain": ("0",), "kill": ("0",), "top": ("--once",)}.get(command, ())
     job = () if command == "jobs" else ("--job", "ddp")
     flags = (
@@ -403,7 +403,7 @@ def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command
     assert "Traceback" not in err
 
 
-def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: Cluster) -> None:
+def test_failure_on_one_machine_reaches_the_other_with_a_workers_token(cluster: Cluster) -> None:
     """Workers of a plain script are not members of a job, so only their launchers can report a
     failure to each other."""
     script = cluster.shell.script(PLAIN, name="plain.py")
@@ -430,7 +430,7 @@ def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: 
         assert client.get_job("plain").ending == pb.JOB_ENDING_FAILED
 
 
-def test_neither_a_token_alone_nor_a_certificate_alone_opens_anything(cluster: Cluster) -> None:
+def test_neither_a_token_nor_a_certificate_suffices_alone(cluster: Cluster) -> None:
     client = {"certificate": cluster.pem("client.pem"), "key": cluster.pem("client.key")}
     for tls, token, refused in (
         (TlsSettings(authority=cluster.pem("ca.pem")), cluster.secrets["admin"], UnavailableError),

@@ -53,7 +53,7 @@ def served(shell: Shell) -> bool:
     return any(member.progress.step > 0 for member in shell.job().members)
 
 
-def test_a_script_that_needs_a_server_gets_one_and_every_sample_is_seen_once(shell: Shell) -> None:
+def test_script_that_needs_a_server_gets_one_and_sees_every_sample_once(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script_of(shell, 3))
     assert command.wait() == 0, command.stderr
     assert (
@@ -69,7 +69,7 @@ def test_a_script_that_needs_a_server_gets_one_and_every_sample_is_seen_once(she
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_the_server_that_was_started_for_a_script_comes_back_when_it_is_killed(
+def test_killed_server_that_was_started_for_a_script_returns(
     shell: Shell,
 ) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script_of(shell, 60))

@@ -76,9 +76,7 @@ def test_all_reduce_over_two_launchers_with_a_proxy_in_their_environment(
     ]
 
 
-def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(
-    shell: Shell, endpoint: str
-) -> None:
+def test_failure_on_one_machine_restarts_the_workers_of_all(shell: Shell, endpoint: str) -> None:
     script = shell.script(
         PLACE + "import pathlib, sys, time\n"
         "mine, other = (pathlib.Path('started-' + rank) for rank in (os.environ['RANK'], '0'))\n"
@@ -98,9 +96,7 @@ def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(
     assert [len(places(node)) for node in nodes] == [2, 2]
 
 
-def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(
-    shell: Shell, endpoint: str
-) -> None:
+def test_restart_whose_other_launchers_have_left_fails_at_once(shell: Shell, endpoint: str) -> None:
     script = shell.script(
         PLACE + "import pathlib, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -131,9 +127,7 @@ def test_a_machine_that_gives_up_ends_the_run_on_all(shell: Shell, endpoint: str
     assert any("was stopped: the workers on" in node.stderr for node in nodes)
 
 
-def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(
-    shell: Shell, endpoint: str
-) -> None:
+def test_late_launcher_enlarges_the_world_of_a_plain_script(shell: Shell, endpoint: str) -> None:
     script = shell.script(
         PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
     )
@@ -157,7 +151,7 @@ def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(
     assert sorted([places(first)[1][:2], places(second)[0][:2]]) == [["0", "2"], ["1", "2"]]
 
 
-def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(
+def test_elastic_workers_keep_running_when_a_launcher_arrives(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     finish = shell.directory / "finish"
@@ -184,7 +178,7 @@ def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(
     assert "restarting all workers" not in first.stderr
 
 
-def test_places_may_be_settled_beforehand(shell: Shell, endpoint: str) -> None:
+def test_places_may_be_fixed_in_advance(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
     flags = [
         "--nnodes",
@@ -205,7 +199,7 @@ def test_places_may_be_settled_beforehand(shell: Shell, endpoint: str) -> None:
     ]
 
 
-def test_a_coordinator_that_is_not_there_is_reported_with_the_remedy(shell: Shell) -> None:
+def test_missing_coordinator_is_reported_with_the_remedy(shell: Shell) -> None:
     script = shell.script(PLACE)
     status, _, err = shell.run(
         "run", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "join_timeout=1", script
@@ -219,7 +213,9 @@ def test_a_coordinator_that_is_not_there_is_reported_with_the_remedy(shell: Shel
     ), err
 
 
-def test_a_launcher_that_waits_for_a_coordinator_says_why_within_seconds(shell: Shell) -> None:
+def test_launcher_that_waits_for_a_coordinator_names_the_reason_within_seconds(
+    shell: Shell,
+) -> None:
     script = shell.script(PLACE)
     command = shell.start(
         "run", "--rdzv-endpoint", "coordinator.invalid:9", "--rdzv-conf", "join_timeout=60", script
@@ -233,7 +229,7 @@ def test_a_launcher_that_waits_for_a_coordinator_says_why_within_seconds(shell: 
     assert command.wait() == PREEMPTED
 
 
-def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoint: str) -> None:
+def test_launchers_that_do_not_rendezvous_in_time_report_it(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
     status, _, err = shell.run(
         "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script
@@ -251,7 +247,7 @@ pathlib.Path(os.environ["SHOAL_MEMBER_FILE"]).write_text("finished")
 """
 
 
-def test_elastic_workers_that_the_coordinator_has_evicted_are_not_started_anew_when_launchers_come(
+def test_evicted_elastic_workers_are_not_restarted_when_launchers_arrive(
     shell: Shell, endpoint: str
 ) -> None:
     script = shell.script(ELASTIC_AND_CUT_OFF)
@@ -277,7 +273,7 @@ def test_elastic_workers_that_the_coordinator_has_evicted_are_not_started_anew_w
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
+def test_workers_continue_when_the_coordinator_returns_without_its_data(
     shell: Shell, coordinator: Coordinator, endpoint: str
 ) -> None:
     script = shell.script(
@@ -338,7 +334,7 @@ def test_a_worker_that_raises_ends_the_job_on_all_machines(
     assert "left" in other.stdout
 
 
-def test_launchers_of_a_preempted_allocation_all_say_so(
+def test_all_launchers_of_a_preempted_allocation_report_it(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
     nodes = [
@@ -358,7 +354,7 @@ def test_launchers_of_a_preempted_allocation_all_say_so(
 @pytest.mark.parametrize(
     "least", [[], ["--min-workers", "2"]], ids=["fixed", "as many as at the start"]
 )
-def test_a_worker_that_is_killed_stops_the_others_of_a_fixed_run_only_where_they_are_too_few(
+def test_killed_worker_of_a_fixed_run_stops_the_others_only_if_too_few_are_left(
     shell: Shell, endpoint: str, elastic_worker: Path, least: list[str]
 ) -> None:
     finish = shell.directory / "finish"

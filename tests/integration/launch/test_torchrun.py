@@ -67,7 +67,7 @@ def torchrun(
     )
 
 
-def test_agents_of_torchrun_meet_at_the_coordinator(shell: Shell, coordinator: Service) -> None:
+def test_torchrun_agents_rendezvous_at_the_coordinator(shell: Shell, coordinator: Service) -> None:
     script = shell.script(SUM + "dist.destroy_process_group()\n")
     agents = [torchrun(shell, coordinator, script) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0], [agent.stderr for agent in agents]
@@ -76,7 +76,7 @@ def test_agents_of_torchrun_meet_at_the_coordinator(shell: Shell, coordinator: S
 
 @pytest.mark.slow
 @pytest.mark.fresh
-def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(
+def test_arriving_and_leaving_agents_make_the_others_restart_their_workers(
     shell: Shell, coordinator: Service
 ) -> None:
     script = shell.script(SUM + STAYS)
@@ -94,7 +94,7 @@ def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(
 
 
 @pytest.mark.slow
-def test_a_script_of_torchrun_meets_at_redis(shell: Shell, coordinator: Service) -> None:
+def test_torchrun_script_rendezvous_at_redis(shell: Shell, coordinator: Service) -> None:
     meets = SUM.replace('"gloo")', f'"gloo", init_method="{coordinator.addresses.redis}/job")')
     script = shell.script("import shoal\n" + meets + "dist.destroy_process_group()\n")
     agent = torchrun(shell, coordinator, script, "--nproc-per-node", "2", nodes="1")

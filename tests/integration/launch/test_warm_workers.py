@@ -27,7 +27,7 @@ Shell = Any  # of tests/integration/conftest.py
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.fresh]
 DEADLINE = timedelta(seconds=120)
-SEES = Path(__file__).with_name("what_a_worker_sees.py")
+SEES = Path(__file__).with_name("visible_environment.py")
 
 
 class Both:
@@ -114,11 +114,13 @@ def described(output: str) -> tuple[dict[str, Any], list[str]]:
     "arguments",
     [
         (str(SEES), "--flag", "a b", ""),
-        pytest.param(("-m", "what_a_worker_sees", "one"), marks=pytest.mark.slow),
+        pytest.param(("-m", "visible_environment", "one"), marks=pytest.mark.slow),
     ],
     ids=["script", "module"],
 )
-def test_a_forked_worker_sees_what_a_fresh_one_sees(both: Both, arguments: tuple[str, ...]) -> None:
+def test_forked_worker_sees_the_same_environment_as_a_fresh_one(
+    both: Both, arguments: tuple[str, ...]
+) -> None:
     shutil.copy(SEES, both.directory)
     (warm, warm_out, warm_err), (fresh, fresh_out, fresh_err) = both.outcomes(*arguments)
     assert (warm, warm_err) == (fresh, fresh_err) == (ExitStatus(0), "")
@@ -167,7 +169,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_a_forked_worker_ends_as_a_fresh_one_does(both: Both, how: str) -> None:
+def test_forked_worker_ends_like_a_fresh_one(both: Both, how: str) -> None:
     script = both.script(ENDINGS[how])
     warm, fresh = (
         tuple(re.sub("0x[0-9a-f]+|Thread-[0-9]+", "", str(part)) for part in each)
@@ -176,7 +178,7 @@ def test_a_forked_worker_ends_as_a_fresh_one_does(both: Both, how: str) -> None:
     assert warm == fresh
 
 
-def test_tracebacks_name_the_script_as_it_was_named(both: Both) -> None:
+def test_tracebacks_name_the_script_as_on_the_command_line(both: Both) -> None:
     (both.directory / "folder").mkdir(exist_ok=True)
     both.script("raise ValueError", "folder/script.py")
     for name in (
@@ -203,7 +205,7 @@ def test_a_worker_starts_although_its_directory_was_deleted(tmp_path: Path) -> N
     both.close()
 
 
-def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) -> None:
+def test_processes_left_by_a_worker_are_killed_with_its_group(both: Both) -> None:
     script = both.script(
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'], "
@@ -216,7 +218,7 @@ def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) ->
         psutil.Process(int(out)).wait(DEADLINE.total_seconds())
 
 
-def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_workers_start_fresh(
+def test_script_folder_that_shadows_an_imported_module_makes_workers_start_fresh(
     both: Both,
 ) -> None:
     folder = both.directory / "hiding"
@@ -228,7 +230,7 @@ def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_worker
     assert "hiding/sympy.py shadows the module 'sympy'" in note
 
 
-def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
+def test_different_environment_makes_workers_start_fresh(both: Both) -> None:
     script = both.script("import sys\nprint(sys.flags.hash_randomization)")
     assert ended(both.start(script, PYTHONHASHSEED="0"))[:2] == (ExitStatus(0), "0\n")
     assert "PYTHONHASHSEED" in both.notes.pop()
@@ -276,7 +278,7 @@ def settled(both: Both, environment: dict[str, str]) -> tuple[bool, list[str]]:
     ],
     ids=["noise", "CUDA", "threads", "death"],
 )
-def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
+def test_environment_that_alters_interpreters_makes_workers_start_fresh(
     both: Both, tmp_path: Path, startup: str, reason: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(startup)
@@ -294,7 +296,7 @@ def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
     ],
     ids=["slow", "stuck"],
 )
-def test_a_slow_import_is_awaited_as_long_as_it_is_in_progress(
+def test_slow_import_is_awaited_while_it_is_in_progress(
     both: Both,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -407,7 +409,7 @@ def test_workers_depend_on_the_launcher_alone_and_not_on_its_warm_process(shell:
     command.wait_until_gone()
 
 
-def test_no_warm_starts_fresh_interpreters_without_a_word(shell: Shell) -> None:
+def test_no_warm_starts_fresh_interpreters_silently(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--no-warm", shell.script(RUNS))
     command.wait_for_output("pid")
     assert warm_process(command.process.pid) is None
@@ -432,7 +434,7 @@ def test_stop_all_ends_forked_workers(both: Both) -> None:
         ended(child)
 
 
-def test_a_parameter_server_that_is_killed_is_forked_anew_and_serves(shell: Shell) -> None:
+def test_killed_parameter_server_is_forked_again_and_serves(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--servers=1", shell.script(RUNS))
     command.wait_for_output("pid")
     (server,) = (

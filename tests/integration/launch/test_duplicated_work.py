@@ -38,7 +38,7 @@ else:
 """
 
 
-def test_ranks_that_evaluate_on_the_same_batches_and_write_one_file_are_warned_of_once(
+def test_ranks_that_evaluate_the_same_batches_and_write_one_file_are_warned_once(
     shell: Shell,
 ) -> None:
     script = shell.script(TRAINING)
@@ -58,7 +58,7 @@ with shoal.main_first() as first:
 """
 
 
-def test_main_first_is_true_for_one_worker_of_a_standalone_run_and_for_one_of_the_next(
+def test_main_first_is_true_for_one_worker_of_each_standalone_run(
     shell: Shell,
 ) -> None:
     script = shell.script(FIRST)

@@ -161,7 +161,7 @@ def _finish_when(condition: Callable[[], bool], directory: Path) -> None:
     (directory / "done").touch()
 
 
-def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
+def test_workers_keep_running_while_the_coordinator_cannot_confirm_their_membership(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = news(ours=1)
@@ -172,7 +172,7 @@ def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
     assert "restarting all workers" not in said
 
 
-def test_a_start_that_takes_long_says_what_it_waits_for(
+def test_slow_start_reports_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agent, "_REPORT_EVERY_S", 0.05)
@@ -202,14 +202,14 @@ def test_a_start_that_takes_long_says_what_it_waits_for(
     assert waits[-1].startswith("waiting for 1 of 1 workers to join (a script that does not use")
 
 
-def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(
+def test_workers_of_a_plain_script_are_restarted_once_the_membership_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, starts, said = run(tmp_path, monkeypatch, None, news(ours=0), starts=2)
     assert (status, starts) == (0, 2), said
 
 
-def test_who_waits_for_other_launchers_says_how_many_are_there(
+def test_launcher_that_waits_for_others_reports_how_many_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_REMINDER_S", 0.05)

@@ -12,10 +12,10 @@ GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
 
 @pytest.mark.matrix
-def test_a_hang_is_reported_as_the_guide_says(session: Session) -> None:
+def test_hang_is_reported_as_in_the_guide(session: Session) -> None:
     session.follow(blocks_of(GUIDES / "hangs.md"))
 
 
 @pytest.mark.matrix
-def test_a_group_is_formed_again_as_the_guide_says(session: Session) -> None:
+def test_group_is_formed_again_as_in_the_guide(session: Session) -> None:
     session.follow(blocks_of(GUIDES / "interruptible-groups.md"))

@@ -46,7 +46,7 @@ def project(tmp_path: Path) -> Iterator[Session]:
 
 @pytest.mark.images
 @pytest.mark.timeout(900)
-def test_the_wheels_train_on_two_workers_in_a_project_outside_of_the_checkout(
+def test_wheels_train_on_two_workers_outside_the_checkout(
     project: Session,
 ) -> None:
     project.follow(blocks_of(ROOT / "docs" / "install.md"))

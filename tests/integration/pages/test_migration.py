@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.mark.parametrize(
     "page", ["ddp", "accelerate", pytest.param("trainers", marks=pytest.mark.matrix)]
 )
-def test_before_and_after_end_with_the_same_parameters(session: Session, page: str) -> None:
+def test_scripts_before_and_after_end_with_the_same_parameters(session: Session, page: str) -> None:
     session.follow(blocks_of(MIGRATION / f"{page}.md"))
     before, *others = (
         torch.load(session.directory / f"{name}.pt")
@@ -28,6 +28,6 @@ def test_before_and_after_end_with_the_same_parameters(session: Session, page: s
         torch.testing.assert_close(after, before)
 
 
-def test_what_comes_after_deepspeed_trains(session: Session) -> None:
+def test_script_migrated_from_deepspeed_trains(session: Session) -> None:
     session.follow(blocks_of(MIGRATION / "deepspeed.md"))
     assert (session.directory / "checkpoints" / "step-24").is_dir()

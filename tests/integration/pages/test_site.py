@@ -58,13 +58,13 @@ def build(folder: Path, text: str) -> tuple[int, str]:
         ('<script src="//127.0.0.1:1/a.js"></script>', "fetches from elsewhere"),
     ],
 )
-def test_a_page_that_is_wrong_fails_the_build(tmp_path: Path, text: str, said: str) -> None:
+def test_faulty_page_fails_the_build(tmp_path: Path, text: str, said: str) -> None:
     status, output = build(tmp_path, text)
     assert status == 1
     assert said in output
 
 
-def test_a_file_outside_of_docs_is_shown_on_a_page_of_its_own(tmp_path: Path) -> None:
+def test_file_outside_of_docs_gets_a_page_of_its_own(tmp_path: Path) -> None:
     status, output = build(tmp_path, "[a](../examples/train.py)")
     assert status == 0, output
     assert "load_digits" in (tmp_path / "site/source/examples/train.py/index.html").read_text()
@@ -93,7 +93,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_the_search_finds_a_guide_and_nothing_is_fetched_from_elsewhere(
+def test_search_finds_a_guide_and_fetches_nothing_from_elsewhere(
     served: str, tmp_path: Path
 ) -> None:
     with Browser(tmp_path) as browser:

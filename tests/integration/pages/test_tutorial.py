@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "tutorial.md"
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_tutorial_prints_what_it_shows_and_a_killed_worker_changes_no_bit(
+def test_tutorial_output_matches_the_page_and_a_killed_worker_changes_no_bit(
     session: Session,
 ) -> None:
     session.follow(blocks_of(PAGE))

@@ -64,7 +64,7 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_reason(schedule: str, where:
     assert time.monotonic() - begun < 60  # the groups' timeout is 120 s
 
 
-def test_ranks_that_were_given_different_batches_are_reported() -> None:
+def test_ranks_with_different_batches_are_reported() -> None:
     def body(rank: int, replica: int, group: Any, data: Any) -> None:
         train(pipeline_of(made("mlp"), group), *batch("mlp", 4 + rank))
 
@@ -77,7 +77,7 @@ def test_ranks_that_were_given_different_batches_are_reported() -> None:
     )
 
 
-def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> None:
+def test_loss_that_is_not_a_scalar_and_output_without_a_loss_are_refused() -> None:
     inputs, targets = batch("mlp", 4)
 
     def unreduced(rank: int, group: Any) -> None:

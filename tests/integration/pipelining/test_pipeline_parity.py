@@ -58,7 +58,9 @@ def test_every_schedule_gives_the_gradients_of_one_process(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
-def test_frozen_parameters_and_stages_without_trainable_ones(schedule: str) -> None:
+def test_frozen_parameters_and_stages_without_trainable_ones_train_as_in_one_process(
+    schedule: str,
+) -> None:
     """The first half is frozen, so the stages after it get an input that requires no gradient."""
     module, (inputs, targets) = made("mlp"), batch("mlp", 7)
     for parameter in module[0].parameters():
@@ -83,7 +85,7 @@ def test_frozen_parameters_and_stages_without_trainable_ones(schedule: str) -> N
     )
 
 
-def test_weights_by_tokens_and_sums_of_losses() -> None:
+def test_token_weights_and_summed_losses_train_as_in_one_process() -> None:
     module, (inputs, targets) = made("gpt"), batch("gpt", 6)
 
     def tokens(_: torch.Tensor, own: torch.Tensor) -> float:

@@ -52,7 +52,7 @@ def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(
 
 @pytest.mark.parametrize("how", ["raises", "dies"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_no_rank_waits_for_one_that_fails_or_dies(run: Run, schedule: str, how: str) -> None:
+def test_no_rank_waits_for_a_failed_or_dead_one(run: Run, schedule: str, how: str) -> None:
     results = run("break_down", 4, dying=[1] if how == "dies" else [], schedule=schedule, how=how)
     expected = dict.fromkeys(results, "GroupEndedError") | (
         {1: "ArithmeticError"} if how == "raises" else {}

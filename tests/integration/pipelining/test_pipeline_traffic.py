@@ -13,7 +13,7 @@ from tests.integration.pipelining.threads import run_line
 @pytest.mark.parametrize(
     ("schedule", "borders"), [("1f1b", 3), ("gpipe", 3), ("interleaved_1f1b", 7), ("zbv", 6)]
 )
-def test_a_step_sends_activations_and_gradients_at_the_boundaries_between_ranks_and_no_more(
+def test_step_sends_only_activations_and_gradients_between_ranks(
     schedule: str, borders: int
 ) -> None:
     """SPEC.md 2. The middle border of ZBV is within one rank. The gradients of the embedding and

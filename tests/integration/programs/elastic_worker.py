@@ -96,7 +96,7 @@ class Member:
     def leave(self, *_: object) -> None:
         self.leaving = pb.Leave.REASON_DRAINED
 
-    def heard(self, directive: pb.MemberDirective) -> None:
+    def process_directive(self, directive: pb.MemberDirective) -> None:
         match directive.WhichOneof("directive"):
             case "welcome":
                 self.interval_s = min(0.1, directive.welcome.heartbeat_interval_ms / 1000)
@@ -131,7 +131,7 @@ class Member:
             while not self.left:
                 try:
                     for directive in client.join_session(self.messages()):
-                        self.heard(directive)
+                        self.process_directive(directive)
                 except PreconditionError as error:
                     raise SystemExit(0 if error.reason == "RUN_ENDED" else EVICTED) from error
                 except (UnavailableError, DeadlineError, UnknownResourceError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 
-def be_such_a_python() -> None:
+def emulate_such_a_python() -> None:
     start = threading.Thread.start
 
     def start_unless_late(thread: threading.Thread) -> None:
@@ -57,5 +57,5 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    be_such_a_python()
+    emulate_such_a_python()
     train()

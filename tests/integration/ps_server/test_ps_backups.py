@@ -113,7 +113,7 @@ def in_sync(cluster: Cluster, following: Follower) -> None:
     assert report(cluster).in_sync
 
 
-def test_a_stream_that_ends_while_the_journal_is_informed_of_it_holds_nobody_up(
+def test_stream_that_ends_while_the_journal_notifies_it_delays_nobody(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member = primary(cluster)
@@ -149,7 +149,7 @@ def test_a_stream_that_ends_while_the_journal_is_informed_of_it_holds_nobody_up(
         assert report(cluster).in_sync
 
 
-def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent_to_it(
+def test_backup_that_does_not_read_is_reported_out_of_sync_and_can_be_dropped(
     cluster: Cluster,
 ) -> None:
     member = primary(cluster, DATA, partition=2 << 20)
@@ -163,7 +163,7 @@ def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent
         assert not pushing.is_alive()
 
 
-def test_whoever_waits_for_a_backup_is_asked_to_look_elsewhere_each_time_anew(
+def test_callers_that_wait_for_a_backup_are_redirected_each_time(
     cluster: Cluster,
 ) -> None:
     member = primary(cluster)
@@ -177,7 +177,7 @@ def test_whoever_waits_for_a_backup_is_asked_to_look_elsewhere_each_time_anew(
         assert time.monotonic() - waited_from < 30
 
 
-def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_has_dropped_it(
+def test_primary_abandoned_by_its_backup_refuses_calls_until_the_coordinator_drops_the_backup(
     cluster: Cluster,
 ) -> None:
     member = primary(cluster)
@@ -199,7 +199,7 @@ def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_
     member.push(1.0)
 
 
-def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
+def test_former_backup_asks_the_coordinator_before_it_serves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
@@ -227,7 +227,7 @@ def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
             again.thread.join(30)
 
 
-def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_taken_for_in_sync(
+def test_restarted_primary_does_not_serve_beside_a_backup_considered_in_sync(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
@@ -272,7 +272,7 @@ def holds(directory: Path) -> dict[int, int]:
         return dict(recovered.shard.summary().versions)
 
 
-def test_a_backup_that_cannot_make_a_change_copies_all_anew(
+def test_backup_that_cannot_apply_a_change_copies_everything_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standby_module, "_DIVERGED_AGAIN_S", 0.1)
@@ -319,7 +319,7 @@ def test_a_backup_that_cannot_make_a_change_copies_all_anew(
 
 
 @pytest.mark.parametrize("damaged", ["snapshot.safetensors", "journal.00000001"])
-def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
+def test_backup_with_an_unreadable_directory_copies_everything_again(
     cluster: Cluster, damaged: str
 ) -> None:
     member = primary(cluster)

@@ -112,14 +112,14 @@ def connections(cluster, transport: Transport) -> float:
 # ------------------------------------------------------------------------- which clients get one
 
 
-def test_one_machine_shares_memory_without_being_asked_to(cluster) -> None:
+def test_processes_on_one_machine_share_memory_by_default(cluster) -> None:
     cluster.trainable(cluster.server()).push(1.0)
     assert metric(cluster, 'shoal_ps_streams_total{method="Push",transport="memory"}') == 1
     assert connections(cluster, Transport.MEMORY) == 1
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mutual) -> None:
+def test_bulk_channel_uses_tls_if_the_rpcs_do(cluster, tmp_path, mutual) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     files = {name: tmp_path / f"{name}.pem" for name in ("authority", "certificate", "key")}
@@ -156,7 +156,7 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
             )
 
 
-def test_who_may_only_look_can_pull_and_not_push(cluster, tmp_path) -> None:
+def test_read_only_caller_can_pull_but_not_push(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
@@ -207,7 +207,7 @@ def test_a_ticket_opens_one_connection(cluster, transport) -> None:
         assert guessed.is_closed()
 
 
-def test_a_member_has_so_many_connections(cluster) -> None:
+def test_connections_of_a_member_are_limited(cluster) -> None:
     client = cluster.server()
     wires = [Wire(client.open_data("job", "a")) for _ in range(MOST_OF_A_MEMBER)]
     for wire in wires:
@@ -291,7 +291,7 @@ PULL = pb.PullRequest(job_id="job", member_id="", shard_map_epoch=1).SerializeTo
     ],
     ids=lambda data: data[:24].hex(),
 )
-def test_what_is_no_frame_ends_the_connection_with_one_error(cluster, data) -> None:
+def test_invalid_frame_ends_the_connection_with_one_error(cluster, data) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     with closing(Wire(client.open_data("job", "a"))) as wire:
@@ -303,7 +303,7 @@ def test_what_is_no_frame_ends_the_connection_with_one_error(cluster, data) -> N
 
 
 @BOTH
-def test_after_a_refusal_the_connection_goes_on(cluster, transport) -> None:
+def test_connection_stays_usable_after_a_refusal(cluster, transport) -> None:
     """This also holds after a refusal in the middle of an upload, whose remaining bytes are read
     and discarded."""
     client = cluster.server(("weight", 3 << 20, "float32"), partition=1 << 20)
@@ -326,7 +326,7 @@ def test_after_a_refusal_the_connection_goes_on(cluster, transport) -> None:
     assert connections(cluster, transport) == 1
 
 
-def test_what_a_client_does_to_shared_memory_changes_nothing_that_was_checked(cluster) -> None:
+def test_client_that_changes_shared_memory_cannot_change_checked_values(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     with closing(Wire(client.open_data("job", "a"), memory=True)) as wire:
@@ -351,7 +351,7 @@ def test_what_a_client_does_to_shared_memory_changes_nothing_that_was_checked(cl
 # ------------------------------------------------------------ when it is unavailable or breaks
 
 
-def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster, caplog) -> None:
+def test_closed_port_makes_tensors_go_over_grpc_with_one_warning(cluster, caplog) -> None:
     cluster.server()
     cluster.running.shut_bulk_channel()
     lost: list[Transport] = []
@@ -376,7 +376,7 @@ def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster
 
 
 @BOTH
-def test_a_transport_that_is_demanded_and_cannot_be_had_is_an_error(cluster, transport) -> None:
+def test_unavailable_required_transport_is_an_error(cluster, transport) -> None:
     client = cluster.server()
     cluster.running.shut_bulk_channel()
     with pytest.raises(UnavailableError, match=f"transport={transport}") as caught:
@@ -384,7 +384,7 @@ def test_a_transport_that_is_demanded_and_cannot_be_had_is_an_error(cluster, tra
     assert caught.value.reason == "TRANSPORT_UNAVAILABLE"
 
 
-def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_push_counts_once(
+def test_server_killed_during_a_push_is_unavailable_and_the_push_counts_once(
     cluster, start, tmp_path
 ) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
@@ -439,7 +439,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_
 
 
 @BOTH
-def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions(
+def test_client_that_disconnects_during_a_push_leaves_complete_partitions(
     cluster, transport
 ) -> None:
     client = cluster.server()
@@ -463,7 +463,7 @@ def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions
 
 
 @BOTH
-def test_a_pull_that_waits_ends_with_its_deadline_and_with_its_client(cluster, transport) -> None:
+def test_waiting_pull_ends_with_its_deadline_and_with_its_client(cluster, transport) -> None:
     client = cluster.server()
     early = cluster.member(client, "b")
     request = pb.PullRequest(
@@ -488,7 +488,7 @@ def test_a_pull_that_waits_ends_with_its_deadline_and_with_its_client(cluster, t
 
 
 @BOTH
-def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_one_after_it(
+def test_stopping_server_closes_idle_connections_and_the_next_call_finds_its_successor(
     cluster, tmp_path, transport
 ) -> None:
     client = cluster.server(data_dir=tmp_path / "data")
@@ -515,7 +515,7 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
     cluster.trainable(client)
     request = pb.PullRequest(job_id="job", shard_map_epoch=1)
 
-    def come_and_go(times: int) -> None:
+    def connect_and_disconnect(times: int) -> None:
         channel = ChannelSettings(address=process.address())
         for _ in range(times):
             for transport in (Transport.TCP, Transport.MEMORY):
@@ -541,10 +541,10 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
             "SC_PAGE_SIZE"
         )
 
-    come_and_go(20)
+    connect_and_disconnect(20)
     both = (process.pid, os.getpid())
     before, memory = [descriptors(each) for each in both], [resident(each) for each in both]
-    come_and_go(150)
+    connect_and_disconnect(150)
     for each, had, held in zip(both, before, memory, strict=True):
         cluster.wait_until(
             lambda process=each, most=had + 2: descriptors(process) <= most,

@@ -137,7 +137,7 @@ def together(*calls: Callable[[], Any]) -> None:
     ids=["asp", "ssp2", "ssp0", "bsp"],
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_history_keeps_what_its_consistency_promises(
+def test_history_keeps_the_promises_of_its_consistency(
     begin, consistency: pb.Consistency, check: Callable[..., None], seed: int
 ) -> None:
     _, history, trainers = begin(consistency)
@@ -152,7 +152,7 @@ def test_a_history_keeps_what_its_consistency_promises(
     assert history.pulls[-1].counts
 
 
-def test_bsp_is_kept_by_members_that_never_say_that_they_have_read(begin) -> None:
+def test_bsp_holds_for_members_that_never_report_a_read(begin) -> None:
     """Their next push then counts as the report: all pushes of an iteration are admitted when the
     last of them has arrived."""
     _, history, trainers = begin(BSP)
@@ -170,7 +170,7 @@ def overlapping(trainers: list[Trainer]) -> None:
 
 
 @pytest.mark.parametrize("consistency", [ASP, ssp(0)], ids=["asp", "ssp0"])
-def test_the_check_of_bsp_finds_a_push_of_a_later_iteration_also_under_ssp_with_a_bound_of_nought(
+def test_bsp_check_finds_a_push_of_a_later_iteration_also_under_ssp_with_bound_0(
     begin, consistency
 ) -> None:
     _, history, trainers = begin(consistency)
@@ -184,7 +184,7 @@ def test_the_check_of_bsp_finds_a_push_of_a_later_iteration_also_under_ssp_with_
         check_bsp(history)
 
 
-def test_the_check_of_ssp_finds_a_pull_that_did_not_wait(begin) -> None:
+def test_ssp_check_finds_a_pull_that_did_not_wait(begin) -> None:
     _, history, trainers = begin(ASP)
     fast = trainers[0]
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_the_check_of_ssp_finds_a_pull_that_did_not_wait(begin) -> None:
         check_ssp(history, bound=2)
 
 
-def test_the_check_of_asp_finds_lost_pushes_double_pushes_and_values_that_go_back() -> None:
+def test_asp_check_finds_lost_pushes_duplicate_pushes_and_values_that_go_back() -> None:
     def history(*counts: tuple[int, ...]) -> History:
         made = History()
         with made.pushing(0, 1):
@@ -221,7 +221,7 @@ def test_the_check_of_asp_finds_lost_pushes_double_pushes_and_values_that_go_bac
         check_asp(unsure)
 
 
-def test_under_bsp_a_push_waits_until_all_have_read_what_it_changes(begin, cluster) -> None:
+def test_bsp_push_waits_until_all_members_have_read_what_it_changes(begin, cluster) -> None:
     client, history, (fast, slow, other) = begin(BSP)
     fast.pull()
     other.read()
@@ -237,9 +237,7 @@ def test_under_bsp_a_push_waits_until_all_have_read_what_it_changes(begin, clust
 
 
 @pytest.mark.parametrize("how", ["killed", "sends its leave message", "rests"])
-def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_left(
-    begin, cluster, how: str
-) -> None:
+def test_bsp_does_not_wait_for_dead_or_departed_members(begin, cluster, how: str) -> None:
     _, _, trainers = begin(BSP)
     for each in trainers[:2]:
         each.read()
@@ -265,9 +263,7 @@ def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_left(
             reading.result(60)
 
 
-def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_on(
-    begin, cluster
-) -> None:
+def test_bsp_joiner_reads_complete_iterations_and_is_awaited_from_then_on(begin, cluster) -> None:
     client, history, trainers = begin(BSP, present=2)
     together(*(partial(each.train, 3) for each in trainers))
     first, second = trainers
@@ -287,7 +283,7 @@ def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_o
     check_bsp(history, since=(0, 0, 4))
 
 
-def test_after_a_restart_of_the_server_bsp_goes_on_though_nobody_reads_again(
+def test_bsp_continues_after_a_server_restart_without_another_read(
     begin, cluster, tmp_path
 ) -> None:
     """Reads are not in the journal. A member's push proves that the member has read."""

@@ -41,9 +41,7 @@ def guarded(cluster: Any, tmp_path: Any) -> Any:
 
 
 @over_each_transport
-def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(
-    guarded: Any, transport: Transport
-) -> None:
+def test_member_pushes_and_pulls_only_with_its_own_key(guarded: Any, transport: Transport) -> None:
     own = guarded.member(client_of(guarded, "a", transport))
     guarded.trainable(own.client)
     own.push(1.0)
@@ -59,7 +57,7 @@ def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(
     )
 
 
-def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
+def test_every_call_that_names_a_member_requires_its_key(guarded: Any) -> None:
     own, thief = client_of(guarded, "a"), client_of(guarded, "b")
     guarded.trainable(own)
     calls = {
@@ -79,7 +77,7 @@ def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
         call(own)
 
 
-def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_speak_for_it(
+def test_ticket_issued_before_the_server_knew_the_member_does_not_authorize_it(
     guarded: Any,
 ) -> None:
     """The thief requests a connection in the name of a member that has not joined yet."""
@@ -97,7 +95,7 @@ def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_spe
     assert refused.value.reason == "MEMBER_KEY_WRONG"
 
 
-def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(
+def test_restarted_server_knows_the_keys_while_the_coordinator_is_away(
     guarded: Any, tmp_path: Any
 ) -> None:
     cluster = guarded
@@ -116,6 +114,6 @@ def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(
     assert cluster.member(client_of(cluster, "a")).push(1.0, sequence=2)
 
 
-def test_members_without_a_key_are_taken_at_their_word(cluster: Any) -> None:
+def test_members_without_a_key_are_trusted(cluster: Any) -> None:
     """Members of an earlier release have no key, and the server trusts the ids that they send."""
     cluster.trainable(cluster.server()).push(1.0)

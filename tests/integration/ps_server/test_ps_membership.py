@@ -36,7 +36,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """
 
 
-def test_a_member_works_on_in_its_old_generation_when_others_come_and_go(cluster) -> None:
+def test_member_continues_in_its_old_generation_when_others_join_and_leave(cluster) -> None:
     member = cluster.trainable(cluster.server())
     cluster.coordinator.members(2, "a", "c")
     cluster.coordinator.members(3, "a")
@@ -61,7 +61,7 @@ def test_an_evicted_member_can_neither_push_nor_pull(cluster) -> None:
     assert client.get_server().pushes_applied == 3
 
 
-def test_a_push_that_is_under_way_when_its_member_is_evicted_is_not_applied(cluster) -> None:
+def test_push_in_progress_is_not_applied_when_its_member_is_evicted(cluster) -> None:
     client = cluster.server()
     cluster.trainable(client)
     out = cluster.member(client, "b")
@@ -82,7 +82,7 @@ def test_a_push_that_is_under_way_when_its_member_is_evicted_is_not_applied(clus
     assert [each.version for each in client.get_server().partitions] == [2, 1, 1]
 
 
-def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_word(
+def test_member_of_an_unknown_generation_waits_for_the_coordinators_confirmation(
     cluster,
 ) -> None:
     client = cluster.server()
@@ -94,7 +94,7 @@ def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_w
         assert {each.version for each in pushing.result(60)} == {2}
 
 
-def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coordinators_too(
+def test_clock_report_of_an_unknown_generation_waits_for_the_coordinators_confirmation(
     cluster,
 ) -> None:
     client = cluster.server()
@@ -111,7 +111,7 @@ def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coord
         client.advance_clock("job", "joiner", clock=1, generation=2)
 
 
-def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
+def test_ssp_holds_fast_members_until_slow_ones_catch_up(cluster) -> None:
     client = cluster.server()
     fast, slow = cluster.trainable(client, bound=1), cluster.member(client, "b")
     slow.pull()
@@ -128,9 +128,7 @@ def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
     assert dict(client.get_server().clocks) == {"a": 2, "b": 1}
 
 
-def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(
-    cluster, tmp_path
-) -> None:
+def test_clock_of_a_member_without_a_push_survives_a_crash(cluster, tmp_path) -> None:
     """The member's count begins with its first request. That was a pull, which the journal does not
     record."""
     client = cluster.server(data_dir=tmp_path / "data")
@@ -147,7 +145,7 @@ def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(
     assert dict(after) == before
 
 
-def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
+def test_ssp_does_not_wait_for_departed_members(cluster) -> None:
     client = cluster.server()
     fast = cluster.trainable(client, bound=0)
     fast.pull()
@@ -158,7 +156,7 @@ def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
         waiting.result(60)
 
 
-def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_holds_nobody_up(
+def test_worker_killed_during_a_push_leaves_complete_partitions_and_blocks_nobody(
     cluster, tmp_path
 ) -> None:
     client = cluster.server()
@@ -219,7 +217,7 @@ def test_a_clock_can_be_advanced_without_a_push(cluster) -> None:
     assert caught.value.reason == "MEMBER_UNKNOWN"
 
 
-def test_a_clock_counts_only_when_the_whole_stream_is_in(cluster) -> None:
+def test_clock_counts_only_once_the_entire_stream_has_arrived(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     member.pull()
@@ -235,7 +233,7 @@ def test_a_clock_counts_only_when_the_whole_stream_is_in(cluster) -> None:
     assert client.get_server().clocks["a"] == 1
 
 
-def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_is_back(
+def test_training_continues_without_the_coordinator_and_membership_updates_on_its_return(
     cluster,
 ) -> None:
     client = cluster.server()
@@ -255,7 +253,7 @@ def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_i
     member.push(1.0)
 
 
-def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
+def test_stored_bytes_are_reported_to_the_coordinator(cluster) -> None:
     cluster.trainable(cluster.server())
     cluster.wait_until(
         lambda: cluster.coordinator.heartbeats.get(timeout=30).stored_bytes == 2400,
@@ -263,7 +261,7 @@ def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
     )
 
 
-def test_before_the_coordinator_has_spoken_callers_are_asked_to_try_again(
+def test_callers_are_asked_to_retry_until_the_coordinator_has_answered(
     cluster, monkeypatch
 ) -> None:
     monkeypatch.setattr(primary_place, "_PLACE_WAIT", timedelta(milliseconds=50))
@@ -284,7 +282,7 @@ def test_a_server_ends_when_the_job_is_over(cluster) -> None:
     assert cluster.running.failure is None
 
 
-def test_a_server_of_a_job_that_was_made_anew_ends_and_says_so(cluster) -> None:
+def test_server_of_a_recreated_job_exits_and_reports_the_reason(cluster) -> None:
     cluster.trainable(cluster.server())
     cluster.coordinator.members(0)
     cluster.running.thread.join(30)
@@ -292,7 +290,7 @@ def test_a_server_of_a_job_that_was_made_anew_ends_and_says_so(cluster) -> None:
     assert "is at generation 0" in str(cluster.running.failure)
 
 
-def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:
+def test_stopping_server_does_not_wait_for_waiting_callers(cluster) -> None:
     client = cluster.server(drain_timeout=timedelta(minutes=10))
     cluster.member(client).initialize(np.zeros(1))
     cluster.trainable(client, bound=0)
@@ -309,7 +307,7 @@ def test_a_server_that_stops_does_not_wait_for_those_who_wait(cluster) -> None:
             waiting.result(60)
 
 
-def test_a_map_with_other_partitions_than_those_held_is_refused(cluster) -> None:
+def test_map_with_other_partitions_than_the_stored_ones_is_refused(cluster) -> None:
     member = cluster.trainable(cluster.server())
     changed = type(cluster.coordinator.shard_map)()
     changed.CopyFrom(cluster.coordinator.shard_map)

@@ -39,7 +39,7 @@ class Scarce:
     ],
     ids=["payload", "compressed payload", "decoded values"],
 )
-def test_a_push_that_finds_no_memory_is_refused_and_can_be_sent_again(
+def test_push_without_memory_is_refused_and_can_be_repeated(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, codec: int, scarce: torch.dtype
 ) -> None:
     client = cluster.server(("weight", LENGTH, "float32"), partition=LENGTH, members={1: ["a"]})

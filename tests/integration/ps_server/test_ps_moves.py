@@ -93,7 +93,7 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("keeps_data", [True, False])
-def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(
+def test_partitions_move_during_pushes_without_loss_or_duplication(
     start: Start, keeps_data: bool
 ) -> None:
     pair = start(keeps_data=keeps_data)
@@ -125,7 +125,7 @@ def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(
     assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
 
 
-def test_partitions_move_between_servers_that_ask_each_other_for_certificates_and_tokens(
+def test_partitions_move_between_servers_with_mutual_tls_and_tokens(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     authority = trustme.CA()
@@ -183,7 +183,7 @@ def test_partitions_move_between_servers_that_ask_each_other_for_certificates_an
 
 
 @pytest.mark.slow
-def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: Start) -> None:
+def test_moving_32_mib_with_adamw_state_pauses_briefly(start: Start) -> None:
     pair = start(("weight", 8 << 20, "float32"), partition=2 << 20)
     pair.trainer.begin()
     pair.trainer.step()
@@ -207,7 +207,7 @@ def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: S
 @pytest.mark.parametrize(
     "other",
     [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["comes-back", "other-is-killed-too"],
+    ids=["returns", "other-is-killed-too"],
 )
 def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: bool) -> None:
     """Kills the server that passes the failpoint, or both servers. Each acknowledged push is
@@ -243,7 +243,7 @@ def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: 
         assert [pair.held(0), pair.held(1)] == owners, name
 
 
-def test_what_a_receiver_does_not_take_in_time_stays_and_is_served_on(start: Start) -> None:
+def test_partitions_that_a_sink_does_not_accept_in_time_stay_and_are_served(start: Start) -> None:
     pair = start()
     pair.trainer.begin()
     pair.servers[1].process.kill(signal.SIGSTOP)
@@ -258,7 +258,7 @@ def test_what_a_receiver_does_not_take_in_time_stays_and_is_served_on(start: Sta
     pair.trainer.check()
 
 
-def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
+def test_move_settled_differently_in_the_meantime_changes_nothing(
     start: Start,
 ) -> None:
     """The coordinator has given up on the move: the giver serves its frozen partitions again, and
@@ -284,7 +284,7 @@ def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
     trainer.check()
 
 
-def test_clocks_are_not_sent_to_a_server_that_has_given_a_copy_of_them_away(start: Start) -> None:
+def test_clocks_are_not_sent_to_a_server_that_has_handed_over_a_copy_of_them(start: Start) -> None:
     """The giver refuses the clock until the member knows the server that has the copy. The member
     then sends its clock to that server too."""
     pair = start()
@@ -325,7 +325,7 @@ def test_clocks_are_not_sent_to_a_server_that_has_given_a_copy_of_them_away(star
 @pytest.mark.parametrize(
     ("decided", "refusal"), [(False, "PARTITION_MOVING"), (True, "STALE_SHARD_MAP")]
 )
-def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_counted(
+def test_clock_that_waits_for_its_generation_during_a_move_is_not_counted(
     start: Start, decided: bool, refusal: str
 ) -> None:
     """The clock was sent before the move, so only the giver would know of it."""

@@ -53,7 +53,7 @@ def metric(process: ServerProcess, name: str) -> float:
     )
 
 
-def test_metrics_report_the_disk_and_the_bound_that_workers_keep(cluster, start, tmp_path) -> None:
+def test_metrics_report_disk_space_and_the_clock_bound(cluster, start, tmp_path) -> None:
     process = start(*flags(cluster, "--data-dir", str(tmp_path / "data")))
     client = process.client()
     cluster.coordinator.registrations.get(timeout=30)
@@ -95,7 +95,7 @@ def test_metrics_and_the_log_report_a_blocked_event_loop(cluster, start, tmp_pat
     assert "journal.py" in process.log
 
 
-def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:
+def test_restarted_server_resumes_where_it_stopped(cluster, start, tmp_path) -> None:
     """SIGTERM makes the server write a snapshot. The next process has its values, momentum,
     versions, sequence numbers and settings."""
     data = tmp_path / "data"
@@ -136,7 +136,7 @@ def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_pat
     assert all(np.array_equal(left[number], right[number]) for number in left)
 
 
-def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start, tmp_path) -> None:
+def test_killed_server_returns_with_everything_it_acknowledged(cluster, start, tmp_path) -> None:
     """Two members push continuously, and the server is killed several times meanwhile."""
     data = tmp_path / "data"
     cluster.declare(partition=300)
@@ -206,9 +206,7 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
     assert all((values[number] == 1.0 - version).all() for number, version in enumerate(versions))
 
 
-def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(
-    cluster, tmp_path
-) -> None:
+def test_damaged_snapshot_prevents_the_start_and_stays_unchanged(cluster, tmp_path) -> None:
     snapshot = tmp_path / "data" / "snapshot.safetensors"
     snapshot.parent.mkdir()
     snapshot.write_bytes(b"no snapshot at all")
@@ -225,7 +223,7 @@ def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(
     assert snapshot.read_bytes() == b"no snapshot at all"
 
 
-def test_what_keeps_a_server_from_starting_is_one_line(start) -> None:
+def test_startup_failure_is_reported_in_one_line(start) -> None:
     process = start("--job", "job")
     assert process.wait() == 1
     remedy = "(set --coordinator or SHOAL_PS_SERVER_COORDINATOR)"
@@ -233,7 +231,7 @@ def test_what_keeps_a_server_from_starting_is_one_line(start) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_torch_is_loaded_ends_the_server_at_once(number) -> None:
+def test_signal_while_torch_is_loading_ends_the_server_at_once(number) -> None:
     signalled_at_import = f"""
 import os, signal, sys
 
@@ -281,12 +279,12 @@ def test_wrong_settings_name_the_setting_and_the_remedy(arguments, complaint, mo
         ({"listen": "127.0.0.1:1", "http": "256.0.0.1:80"}, "cannot listen on 256.0.0.1:80"),
     ],
 )
-def test_settings_that_cannot_be_served_are_refused(cluster, settings, complaint) -> None:
+def test_unusable_settings_are_refused(cluster, settings, complaint) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         cluster.unregistered(**settings)
 
 
-def test_a_registration_that_is_refused_ends_the_server(cluster) -> None:
+def test_refused_registration_ends_the_server(cluster) -> None:
     cluster.coordinator.refusal = PreconditionError(
         "the job takes no servers", reason="SERVERS_COMPLETE"
     )
@@ -296,7 +294,7 @@ def test_a_registration_that_is_refused_ends_the_server(cluster) -> None:
     assert str(cluster.running.failure) == "the job takes no servers"
 
 
-def test_a_server_waits_for_its_place_while_its_predecessor_is_not_known_to_be_gone(
+def test_server_waits_for_its_place_until_its_predecessor_is_known_to_be_gone(
     cluster,
 ) -> None:
     cluster.coordinator.refusal = PreconditionError(
@@ -311,7 +309,7 @@ def test_a_server_waits_for_its_place_while_its_predecessor_is_not_known_to_be_g
     cluster.trainable(client).push(1.0)
 
 
-def test_a_server_whose_place_was_taken_over_ends(cluster) -> None:
+def test_server_whose_place_was_taken_over_exits(cluster) -> None:
     cluster.server()
     cluster.coordinator.refusal = PreconditionError(
         "another process has this server_id", reason="SERVER_CONFLICT"
@@ -323,7 +321,7 @@ def test_a_server_whose_place_was_taken_over_ends(cluster) -> None:
     assert cluster.running.failure.reason == "SERVER_CONFLICT"
 
 
-def test_a_server_that_comes_back_to_a_finished_job_ends(cluster) -> None:
+def test_server_that_returns_to_a_finished_job_exits(cluster) -> None:
     cluster.server()
     cluster.coordinator.refusal = PreconditionError("the job is finished", reason="RUN_ENDED")
     cluster.coordinator.stop()
@@ -352,7 +350,7 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
 
 
-def test_a_readers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) -> None:
+def test_readers_token_suffices_to_read_the_whole_model(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
@@ -370,7 +368,7 @@ def test_a_readers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) ->
         )
 
 
-def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) -> None:
+def test_model_read_during_pushes_has_consistent_partitions(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
@@ -395,7 +393,7 @@ def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) ->
         pushing.result(60)
 
 
-def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) -> None:
+def test_snapshots_are_written_gradually_while_values_change(cluster, tmp_path) -> None:
     client = cluster.server(
         data_dir=tmp_path / "data", snapshot_interval=timedelta(milliseconds=20)
     )
@@ -455,9 +453,7 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     assert "resumed writing the journal" in process.log
 
 
-def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(
-    cluster, tmp_path
-) -> None:
+def test_unwritable_snapshot_is_an_error_and_training_continues(cluster, tmp_path) -> None:
     data = tmp_path / "data"
     client = cluster.server(data_dir=data, snapshot_interval=timedelta(milliseconds=20))
     (data / "snapshot.safetensors").mkdir()  # makes the rename fail, also for root
@@ -492,7 +488,7 @@ def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -
     assert ChannelSettings(address=port["grpc"])
 
 
-def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_there(
+def test_server_assigned_another_place_exits_and_the_next_process_serves_there(
     cluster, tmp_path
 ) -> None:
     """Epochs of the two places are not comparable."""

@@ -27,7 +27,7 @@ def floats(buffers):
     return {partition_id: data.view(np.float32) for partition_id, data in buffers.items()}
 
 
-def test_a_push_moves_the_values_that_the_next_pull_sees(cluster) -> None:
+def test_push_changes_the_values_of_the_next_pull(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client, lr=0.5)
     assert {number: values.size for number, values in floats(member.pull()).items()} == {
@@ -43,7 +43,7 @@ def test_a_push_moves_the_values_that_the_next_pull_sees(cluster) -> None:
     assert member.versions == {0: 2, 1: 2, 2: 2}
 
 
-def test_many_steps_follow_torch(cluster) -> None:
+def test_many_steps_match_torch(cluster) -> None:
     client = cluster.server()
     client.configure_optimizer(
         "job",
@@ -64,7 +64,7 @@ def test_many_steps_follow_torch(cluster) -> None:
     np.testing.assert_allclose(floats(member.pull())[0], reference.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_every_element_type_travels(cluster) -> None:
+def test_every_element_type_is_transferred(cluster) -> None:
     client = cluster.server(("a", 300, "float32"), ("b", 300, "float64"), ("c", 300, "bfloat16"))
     member = cluster.trainable(client)
     member.push(2.0)
@@ -74,7 +74,7 @@ def test_every_element_type_travels(cluster) -> None:
     assert (pulled[4].view(np.uint16) == 0xC000).all()
 
 
-def test_the_first_initializer_wins_and_the_others_are_informed(cluster) -> None:
+def test_first_initializer_wins_and_the_others_are_notified(cluster) -> None:
     client = cluster.server()
     first, second = cluster.member(client, "a"), cluster.member(client, "b")
     assert not any(each.duplicate for each in first.initialize(np.ones(1)))
@@ -82,7 +82,7 @@ def test_the_first_initializer_wins_and_the_others_are_informed(cluster) -> None
     assert (floats(second.pull())[0] == 1).all()
 
 
-def test_a_repeated_push_is_acknowledged_and_counted_not_applied(cluster) -> None:
+def test_repeated_push_is_acknowledged_and_counted_but_not_applied(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     member.push(1.0)
@@ -116,7 +116,7 @@ def test_staleness_is_reported(cluster) -> None:
     assert {each.staleness for each in slow.push(1.0)} == {3}
 
 
-def test_a_pull_sends_only_what_is_newer(cluster) -> None:
+def test_pull_sends_only_newer_values(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     member.push(1.0, partitions=[1])
@@ -125,7 +125,7 @@ def test_a_pull_sends_only_what_is_newer(cluster) -> None:
     assert member.versions == {2: 1, 1: 2, 0: 1}
 
 
-def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> None:
+def test_schedule_changes_the_learning_rate_and_never_goes_back(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client, lr=1.0)
     assert client.set_hyperparameters("job", revision=5, hyperparameters={"lr": 0.25}).applied
@@ -143,7 +143,7 @@ def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> N
     assert not again.configured
 
 
-def test_pulls_see_each_partition_whole_while_others_push(cluster) -> None:
+def test_pulls_during_pushes_read_consistent_partitions(cluster) -> None:
     """All elements of a partition get the same gradients, so a pull with differing elements has
     seen a partly applied push."""
     client = cluster.server(("weight", 3 << 20, "float32"), partition=2 << 20)
@@ -163,7 +163,7 @@ def test_pulls_see_each_partition_whole_while_others_push(cluster) -> None:
         pushing.result()
 
 
-def test_pushes_of_many_members_are_all_applied_once(cluster) -> None:
+def test_concurrent_pushes_of_many_members_are_each_applied_once(cluster) -> None:
     names = [f"worker-{number}" for number in range(6)]
     client = cluster.server(members={1: names})
     cluster.member(client, names[0]).initialize(np.zeros(1))
@@ -203,7 +203,7 @@ def test_a_reader_may_pull_in_any_generation(cluster) -> None:
     assert len(cluster.member(client, "", generation=0).pull()) == 3
 
 
-def test_metrics_report_what_was_done(cluster, transport) -> None:
+def test_metrics_report_pushes_and_pulls(cluster, transport) -> None:
     import urllib.request
 
     client = cluster.server()
@@ -261,7 +261,7 @@ def test_a_lost_server_is_unavailable(cluster) -> None:
         client.get_server(deadline=timedelta(seconds=20))
 
 
-def test_a_gradient_is_compensated_for_what_others_pushed_since_its_member_pulled(cluster) -> None:
+def test_gradient_is_compensated_for_pushes_since_its_members_pull(cluster) -> None:
     client = cluster.server()
     client.configure_optimizer(
         "job",
@@ -290,7 +290,7 @@ def test_a_gradient_is_compensated_for_what_others_pushed_since_its_member_pulle
     assert client.get_server().stored_bytes == plain
 
 
-def test_rows_that_are_cut_are_refused_before_anything_is_configured(cluster) -> None:
+def test_split_rows_are_refused_before_anything_is_configured(cluster) -> None:
     cluster.declare(("table", 600, "float32"))
     cluster.coordinator.shard_map.tensors[0].shape[:] = [2, 300]
     client = cluster.unregistered()
@@ -311,7 +311,7 @@ def test_rows_that_are_cut_are_refused_before_anything_is_configured(cluster) ->
 
 
 @pytest.mark.parametrize("codec", codecs.FOR_VALUES)
-def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_precision(
+def test_compressed_pulls_are_equal_for_all_and_the_server_keeps_full_precision(
     cluster, codec: int
 ) -> None:
     client = cluster.server(
@@ -333,7 +333,7 @@ def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_pr
     assert (raw[0].view(np.float32) == np.float32(-1 / 3)).all()
 
 
-def test_a_pull_in_a_codec_that_leaves_values_out_is_refused(cluster) -> None:
+def test_pull_with_a_codec_that_drops_values_is_refused(cluster) -> None:
     member = cluster.trainable(cluster.server())
     for codec in (pb.CODEC_SIGN, pb.CODEC_TOPK, pb.CODEC_RANDOMK, pb.CODEC_POWERSGD):
         with pytest.raises(
@@ -343,7 +343,7 @@ def test_a_pull_in_a_codec_that_leaves_values_out_is_refused(cluster) -> None:
         assert refusal.value.reason == "CODEC_UNSUPPORTED"
 
 
-def test_values_too_large_for_a_codec_are_refused_and_can_be_pulled_as_they_are(cluster) -> None:
+def test_values_too_large_for_a_codec_are_refused_and_can_be_pulled_uncompressed(cluster) -> None:
     member = cluster.trainable(cluster.server())
     member.push(-1e5)
     with pytest.raises(

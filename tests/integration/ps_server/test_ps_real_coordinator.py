@@ -97,7 +97,9 @@ def test_two_servers_share_a_model_and_follow_the_jobs_members(cluster, coordina
         _train(cluster, client, address)
 
 
-def test_tokens_and_mutual_tls_hold_between_all_three(cluster, coordinator, tmp_path) -> None:
+def test_tokens_and_mutual_tls_are_enforced_between_all_three(
+    cluster, coordinator, tmp_path
+) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
     files = {name: tmp_path / f"{name}.pem" for name in ("authority", "certificate", "key")}
@@ -234,6 +236,6 @@ def _upload(
     return header, memoryview(np.ones(length, np.float32))
 
 
-def test_a_server_on_all_addresses_advertises_its_name_if_that_is_one_for_others(cluster) -> None:
+def test_server_on_all_addresses_advertises_its_name_if_others_can_resolve_it(cluster) -> None:
     cluster.server(listen="0.0.0.0:0", insecure=True)
     assert cluster.running.settings.advertised(1) == f"{name_for_others() or '127.0.0.1'}:1"

@@ -72,7 +72,7 @@ def chunk(header: pb.PushHeader | None, payload: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("method", [method.name for method in SERVICE.methods])
-def test_bytes_that_are_no_message_are_an_invalid_argument(trained, method) -> None:
+def test_bytes_that_are_not_a_message_are_an_invalid_argument(trained, method) -> None:
     _, _, channel = trained
     error = send(channel, method, [b"\xff\x01"] if method in STREAMED else b"\xff\x01")
     assert (error.code(), reason(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MALFORMED")
@@ -81,7 +81,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(trained, method) -> N
 @pytest.mark.parametrize(
     "method", sorted({method.name for method in SERVICE.methods} - {"GetServer"})
 )
-def test_another_jobs_request_is_not_found(trained, method) -> None:
+def test_request_for_another_job_is_not_found(trained, method) -> None:
     _, member, channel = trained
     if method == "Follow":
         error = send(
@@ -226,7 +226,7 @@ def test_a_wrong_request_gets_its_status_and_changes_nothing(trained, call, code
 
 
 @over_each_transport
-def test_a_refusal_leaves_the_partitions_before_it_and_stops_those_after(trained) -> None:
+def test_refusal_keeps_the_partitions_before_it_and_stops_those_after(trained) -> None:
     client, member, _ = trained
     good, bad = memoryview(np.ones(256, np.float32)), memoryview(np.full(256, np.nan, np.float32))
     with pytest.raises(ShoalError):
@@ -248,7 +248,7 @@ def test_two_members_in_one_stream_are_refused(cluster) -> None:
         client.push([(member.header(0), payload), (member.header(1, member_id="b"), payload)])
 
 
-def test_a_message_longer_than_any_chunk_is_exhausting(trained) -> None:
+def test_message_longer_than_any_chunk_is_resource_exhausted(trained) -> None:
     _, member, channel = trained
     error = send(channel, "Push", [chunk(member.header(0)), bytes(5 << 20)])
     assert error.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT)
@@ -292,7 +292,7 @@ HEADERS = st.builds(
 @example(method="Push", data=b"", changes={}, payload=b"")
 @example(method="Push", data=b"", changes={}, payload=bytes(1024))
 @example(method="Initialize", data=b"", changes={"generation": 2}, payload=b"")
-def test_whatever_is_sent_the_answer_is_one_that_is_expected(
+def test_arbitrary_messages_get_only_expected_answers(
     trained, method, data, changes, payload
 ) -> None:
     """Sends random bytes to every RPC, and almost valid pushes. The server answers, or fails with

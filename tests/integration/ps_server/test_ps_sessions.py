@@ -13,7 +13,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_ps_server.session import CoordinatorSession, Known, Place, Registration
 
 
-class Deaf:
+class IgnoringListener:
     """A listener that ignores all events."""
 
     def known(self) -> Known:
@@ -44,7 +44,7 @@ def test_sessions_that_fail_leave_no_tasks_behind(cluster, token, caplog) -> Non
 
     async def three_attempts() -> None:
         session = CoordinatorSession(
-            ChannelSettings(address=cluster.address, token=token), registration, Deaf()
+            ChannelSettings(address=cluster.address, token=token), registration, IgnoringListener()
         )
         running = asyncio.create_task(session.run())
         for _ in range(3):

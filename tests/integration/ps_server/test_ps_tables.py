@@ -138,7 +138,7 @@ def member(cluster: Any) -> TableMember:
 
 
 @over_each_transport
-def test_rows_are_trained_by_id_as_torch_trains_them_with_sparse_gradients(member) -> None:
+def test_rows_are_trained_by_id_like_sparse_gradients_in_torch(member) -> None:
     ids = np.arange(-40, 60)
     begun = initial_rows(ids, DIM, seed=9, initializer="uniform", scale=0.1)
     assert (member.pull(ids) == begun).all()
@@ -163,7 +163,7 @@ def test_rows_are_trained_by_id_as_torch_trains_them_with_sparse_gradients(membe
 
 
 @over_each_transport
-def test_a_pull_of_all_is_of_the_dense_tensors(cluster, member) -> None:
+def test_pull_of_everything_contains_only_dense_tensors(cluster, member) -> None:
     dense = cluster.member(member.client)
     member.client.initialize(
         [(dense.header(0, sequence=0, base_version=0), memoryview(np.ones(200, np.float32)))]
@@ -252,9 +252,7 @@ def test_ids_beyond_the_declared_rows_are_refused(cluster) -> None:
             member.pull(np.array([wrong]), reader=True)
 
 
-def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(
-    cluster, start, tmp_path
-) -> None:
+def test_killed_server_returns_with_every_row_it_acknowledged(cluster, start, tmp_path) -> None:
     declare(cluster)
     flags = (
         "--coordinator",

@@ -78,7 +78,7 @@ def member(cluster: Any) -> TableMember:
     return trained(client)
 
 
-def test_what_was_read_takes_the_place_of_newer_rows_and_goes_on_to_the_last_bit(
+def test_restored_rows_replace_newer_ones_and_training_continues_bit_for_bit(
     member: TableMember,
 ) -> None:
     pushes = steps(9)
@@ -98,7 +98,7 @@ def test_what_was_read_takes_the_place_of_newer_rows_and_goes_on_to_the_last_bit
     assert read_all(member.client) == after
 
 
-def test_a_restoration_is_made_once_and_none_after_a_newer_one(member: TableMember) -> None:
+def test_restoration_is_applied_once_and_never_after_a_newer_one(member: TableMember) -> None:
     begun = read(member.client, 0)
     member.push(*steps(1)[0])
     then = read(member.client, 0)
@@ -111,7 +111,9 @@ def test_a_restoration_is_made_once_and_none_after_a_newer_one(member: TableMemb
     assert read(member.client, 0) == now
 
 
-def test_without_a_number_rows_are_put_where_nobody_has_pushed_alone(member: TableMember) -> None:
+def test_restoration_without_a_number_only_fills_buckets_without_pushes(
+    member: TableMember,
+) -> None:
     member.push(*steps(1)[0])
     then = read_all(member.client)
     assert restore(member.client, 0, then[0], restoration=0).duplicate
@@ -120,7 +122,7 @@ def test_without_a_number_rows_are_put_where_nobody_has_pushed_alone(member: Tab
     assert restore(member.client, 1, then[1], restoration=0).duplicate
 
 
-def test_of_a_fresh_server_the_first_rows_win(cluster: Any, member: TableMember) -> None:
+def test_first_rows_on_a_fresh_server_win(cluster: Any, member: TableMember) -> None:
     image = BucketImage(
         table="users",
         number=0,
@@ -161,7 +163,7 @@ def test_a_wrong_restoration_gets_its_status_and_changes_nothing(
     assert not any(each.restoration for each in member.client.get_server().partitions)
 
 
-def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> None:
+def test_rows_that_cannot_belong_to_the_bucket_are_refused(member: TableMember) -> None:
     member.push(*steps(1)[0])
     image = read_bucket(memoryview(read(member.client, 0)))
     rows = image.rows
@@ -183,7 +185,7 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
         assert caught.value.reason == "ROWS_INVALID"
 
 
-def test_who_may_only_look_reads_buckets_and_puts_none_in_place(
+def test_read_only_caller_reads_buckets_but_cannot_restore_them(
     cluster: Any, tmp_path: Any
 ) -> None:
     tokens = tmp_path / "tokens"
@@ -200,7 +202,7 @@ def test_who_may_only_look_reads_buckets_and_puts_none_in_place(
     assert not restore(worker, 0, then).duplicate
 
 
-def test_a_member_puts_rows_in_place_with_its_own_key_alone(cluster: Any) -> None:
+def test_member_restores_rows_only_with_its_own_key(cluster: Any) -> None:
     declare(cluster)
     cluster.coordinator.members(1, "a", "b", keys={"a": "a" * 32, "b": "b" * 32})
     cluster.unregistered()
@@ -215,7 +217,7 @@ def test_a_member_puts_rows_in_place_with_its_own_key_alone(cluster: Any) -> Non
     assert not restore(own, 0, then).duplicate
 
 
-def test_only_a_bucket_is_read_whole(member: TableMember) -> None:
+def test_only_buckets_can_be_read_as_a_whole(member: TableMember) -> None:
     for partition, reason in ((0, "ROWS_INVALID"), (9, "PARTITION_UNKNOWN")):
         with pytest.raises(ShoalError) as caught:
             member.client.read_rows(
@@ -225,7 +227,7 @@ def test_only_a_bucket_is_read_whole(member: TableMember) -> None:
         assert caught.value.reason == reason
 
 
-def test_a_stream_that_is_damaged_on_its_way_is_noticed(
+def test_stream_damaged_in_transit_is_detected(
     member: TableMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shoal_common.clients import parameter_server
@@ -250,7 +252,7 @@ def test_a_stream_that_is_damaged_on_its_way_is_noticed(
         *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, 7)),
     ],
 )
-def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_and_since(
+def test_killed_server_returns_with_restored_rows_and_pushes_before_and_after(
     cluster: Any, start: Make, tmp_path: Any, snapshot_after: int | None
 ) -> None:
     """Versions go back with the restoration. The journal nevertheless replays correctly, whenever
@@ -296,7 +298,7 @@ def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_an
         pytest.param("journal.effect_made", marks=pytest.mark.matrix),
     ],
 )
-def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(
+def test_server_killed_during_a_restoration_has_all_of_it_or_nothing(
     cluster: Any, start: Make, tmp_path: Any, failpoint: str
 ) -> None:
     declare(cluster)

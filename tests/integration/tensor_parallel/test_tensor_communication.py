@@ -17,5 +17,5 @@ def test_sequence_parallelism_sends_the_same_bytes(run):
     run("sequence_communication", 2)
 
 
-def test_the_plan_foretells_what_a_model_sends(run):
+def test_plan_predicts_the_bytes_that_a_model_sends(run):
     run("model_communication", 2)

@@ -11,5 +11,5 @@ def test_a_plan_for_another_model_or_size_is_refused(run):
     run("mismatched", 2)
 
 
-def test_on_one_rank_the_model_stays_as_it_is():
+def test_one_rank_leaves_the_model_unchanged():
     launch(alone_in_its_group, world_size=1)

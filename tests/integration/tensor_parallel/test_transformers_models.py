@@ -57,7 +57,7 @@ def _prompt(family):
 
 
 @pytest.mark.parametrize("family", _each(FAMILIES))
-def test_a_family_trains_split_over_two_ranks_as_in_one_process(family):
+def test_model_family_split_over_two_ranks_trains_as_in_one_process(family):
     alone = build(family)
     expected = _train(family, alone, torch.optim.SGD(alone.parameters(), 0.1))
 
@@ -86,7 +86,7 @@ def test_a_family_trains_split_over_two_ranks_as_in_one_process(family):
 
 
 @pytest.mark.parametrize("family", _each(GENERATING))
-def test_a_family_generates_split_over_two_ranks_what_one_process_generates(family):
+def test_model_family_split_over_two_ranks_generates_as_in_one_process(family):
     alone = build(family).eval()
     expected = alone.generate(**_prompt(family))
 
@@ -145,7 +145,7 @@ def test_tokens_are_not_chosen_from_split_logits():
         pytest.param("zero2", marks=pytest.mark.matrix),
     ],
 )
-def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
+def test_ranks_with_all_values_generate_independently(strategy):
     expected = [
         build("llama").eval().generate(**_prompt("llama") | {"max_new_tokens": NEW + rank})
         for rank in range(2)
@@ -167,7 +167,7 @@ def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
 @pytest.mark.parametrize(
     "strategy", ["zero3", "pipeline", pytest.param("fsdp", marks=pytest.mark.matrix)]
 )
-def test_where_values_come_together_for_a_pass_generate_is_refused_with_the_way_that_works(
+def test_generate_with_gathered_parameters_is_refused_with_an_alternative(
     strategy,
 ):
     expected = build("llama").eval().generate(**_prompt("llama"))

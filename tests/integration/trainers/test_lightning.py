@@ -34,7 +34,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_alone_it_ends_as_lightnings_own_strategy_does(alone: Alone) -> None:
+def test_single_process_matches_lightnings_own_strategy(alone: Alone) -> None:
     (plain, its_model), (ours, our_model) = alone("plain"), alone("alike")
     assert (plain["steps"], plain["epochs"]) == (ours["steps"], ours["epochs"]) == (40, 8)
     torch.testing.assert_close(weights(our_model), weights(its_model), rtol=0, atol=1e-6)
@@ -82,7 +82,9 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
 
 
 @pytest.mark.matrix
-def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Alone) -> None:
+def test_run_interrupted_on_all_ranks_and_restarted_ends_like_an_uninterrupted_one(
+    shell: Shell, alone: Alone
+) -> None:
     expected, _ = alone("zero2")
     directory = shell.directory / "run"
     command = shell.start(*IN_TWO, PROGRAM, directory, "zero2", "slow")
@@ -118,7 +120,7 @@ def nearly(value: Any) -> Any:
         ),
     ],
 )
-def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_strategy(
+def test_evaluations_metrics_and_logs_match_lightnings_own_strategy(
     shell: Shell, evaluated_alone: dict[str, Any], strategy: str, mode: str
 ) -> None:
     """All results equal those of one process without Shoal, even if a worker is killed in a

@@ -52,7 +52,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         pytest.param("zero3", marks=pytest.mark.matrix),
     ],
 )
-def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(
+def test_boring_model_is_fitted_validated_tested_and_used_for_prediction(
     shell: Shell, alone: Alone, strategy: str
 ) -> None:
     """A BoringModel draws new data for each of these, so only its weights are compared with another

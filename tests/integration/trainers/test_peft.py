@@ -96,7 +96,7 @@ def check_equal(one: Adapter, other: Adapter) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_adapter_is_that_of_one_process_after_a_kill(tmp_path: Path, strategy: str) -> None:
+def test_adapter_after_a_kill_matches_one_process(tmp_path: Path, strategy: str) -> None:
     alone, _ = train(tmp_path / "alone", DIES, ranks=0)
     killed, output = train(tmp_path / "killed", DIES, "--strategy", strategy, ranks=2)
     assert "ended with SIGKILL" in output

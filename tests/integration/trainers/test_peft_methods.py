@@ -138,7 +138,7 @@ def train(
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline"]
 )
-def test_a_method_gives_what_one_process_gives(tmp_path: Path, method: str, strategy: str) -> None:
+def test_method_matches_one_process(tmp_path: Path, method: str, strategy: str) -> None:
     import peft
 
     expected, logits = alone(method)

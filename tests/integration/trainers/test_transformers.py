@@ -56,7 +56,9 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
     ).read_bytes() == model.read_bytes()
 
 
-def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Any) -> None:
+def test_run_interrupted_on_all_ranks_and_restarted_ends_like_an_uninterrupted_one(
+    shell: Shell, alone: Any
+) -> None:
     expected, _ = alone("zero2")
     shell.environment.update(OFFLINE)
     directory = shell.directory / "run"
@@ -73,9 +75,7 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
     assert kept == ["step-20", "step-35", "step-40"], "the best, beside save_total_limit"
 
 
-def test_the_best_model_outlives_a_worker_killed_while_it_is_saved(
-    shell: Shell, alone: Any
-) -> None:
+def test_best_model_survives_a_worker_killed_while_it_is_saved(shell: Shell, alone: Any) -> None:
     """The survivors repeat the checkpoint that lacks the dead worker's part."""
     expected, _ = alone("zero2")
     shell.environment.update(OFFLINE)
@@ -103,7 +103,7 @@ def generated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ),
     ],
 )
-def test_evaluations_generate_the_same_whatever_the_strategy_and_whoever_dies(
+def test_evaluations_generate_the_same_under_any_strategy_despite_deaths(
     shell: Shell, generated_alone: dict[str, Any], strategy: str
 ) -> None:
     shell.environment.update(OFFLINE)

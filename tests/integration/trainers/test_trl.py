@@ -64,7 +64,7 @@ def check_all_close(one: dict[str, Any], other: dict[str, Any], *, within: float
         ),
     ],
 )
-def test_one_process_gives_what_trls_own_class_gives(alone: Alone, kind: str) -> None:
+def test_one_process_matches_trls_own_class(alone: Alone, kind: str) -> None:
     """Weights, losses, and every logged value. Only the order of additions differs: of float32
     gradients, which Adam's division by their root mean square magnifies where they are tiny."""
     ours, theirs = alone("ddp", kind), alone("plain", kind)
@@ -115,7 +115,7 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["sft-divided", "dpo-divided"])
-def test_batches_divided_among_ranks_give_what_one_process_gives(
+def test_batches_divided_among_ranks_match_one_process(
     shell: Shell, alone: Alone, kind: str
 ) -> None:
     """Except for DPO's means over tokens in training steps, which the page documents."""
@@ -133,7 +133,9 @@ def test_batches_divided_among_ranks_give_what_one_process_gives(
         check_all_close(result, expected, within=2e-3)
 
 
-def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Alone) -> None:
+def test_run_interrupted_on_all_ranks_and_restarted_ends_like_an_uninterrupted_one(
+    shell: Shell, alone: Alone
+) -> None:
     """The checkpoint contains the values logged next and the number of tokens."""
     expected, _ = alone("zero2", "dpo")
     shell.environment.update(OFFLINE)

@@ -95,7 +95,7 @@ def services_of(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_the_services_are_gone_when_the_script_has_ended(
+def test_services_are_gone_once_the_script_has_ended(
     script: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     services = trained(script)
@@ -107,7 +107,7 @@ def test_the_services_are_gone_when_the_script_has_ended(
 
 
 @pytest.mark.slow
-def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_services_end_with_a_killed_process(zygote: Zygote, tmp_path: Path) -> None:
     directory = tmp_path / "worker"
     directory.mkdir()
     config = json.dumps({"directory": str(directory), "hold_at": [1]})
@@ -130,7 +130,7 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
         time.sleep(0.01)
 
 
-def test_without_the_services_distributions_there_is_one_clear_error(
+def test_missing_service_distributions_are_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The error message of a machine on which the services are not installed.

@@ -69,7 +69,7 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
     assert audit(running.records).exactly_once
 
 
-def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
+def test_killed_primary_is_replaced_by_its_backup_and_nothing_is_lost(
     cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
@@ -90,7 +90,7 @@ def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
     check_ended_alike(running, worker, alone)
 
 
-def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
+def test_worker_without_a_batch_says_so_to_the_server_that_took_over(
     cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
@@ -119,7 +119,7 @@ def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_none_had_been(
+def test_run_ends_like_a_fault_free_one_whichever_replica_is_killed_at_any_moment(
     cluster: Make, alone: dict[str, Any], seed: int
 ) -> None:
     schedule = random.Random(seed)
@@ -140,7 +140,7 @@ def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_no
     check_ended_alike(running, worker, alone)
 
 
-def test_a_backup_that_stalls_is_dropped_and_follows_anew_when_it_goes_on(
+def test_stalled_backup_is_dropped_and_follows_again_when_it_continues(
     cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1)
@@ -165,7 +165,7 @@ def test_a_backup_that_stalls_is_dropped_and_follows_anew_when_it_goes_on(
     check_ended_alike(running, worker, alone)
 
 
-def test_a_primary_that_stalled_past_its_lease_acknowledges_nothing_when_it_goes_on(
+def test_primary_that_stalled_past_its_lease_acknowledges_nothing_afterwards(
     cluster: Make, alone: dict[str, Any]
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=1_000)
@@ -187,7 +187,7 @@ def test_a_primary_that_stalled_past_its_lease_acknowledges_nothing_when_it_goes
 
 
 @pytest.mark.parametrize("transport", ["memory", "tcp", "grpc"])
-def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_taken_over(
+def test_push_to_a_frozen_primary_is_repeated_as_soon_as_its_backup_has_taken_over(
     cluster: Make, alone: dict[str, Any], transport: str
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=3_000)
@@ -216,7 +216,7 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     check_ended_alike(running, worker, alone)
 
 
-def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(
+def test_reader_continues_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(
     cluster: Make,
 ) -> None:
     running = cluster(servers=1, backups=1, lease_ms=3_000)
@@ -236,9 +236,7 @@ def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary
     worker.result()
 
 
-def test_without_a_backup_in_sync_a_primary_is_waited_for(
-    cluster: Make, alone: dict[str, Any]
-) -> None:
+def test_primary_without_a_backup_in_sync_is_awaited(cluster: Make, alone: dict[str, Any]) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
@@ -258,7 +256,7 @@ def test_without_a_backup_in_sync_a_primary_is_waited_for(
     check_ended_alike(running, worker, alone)
 
 
-def test_a_primary_that_is_asked_to_end_hands_over(cluster: Make, alone: dict[str, Any]) -> None:
+def test_primary_asked_to_end_hands_over(cluster: Make, alone: dict[str, Any]) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)

@@ -32,7 +32,7 @@ Make = Callable[..., AsyncCluster]
         ({"name": "powersgd", "rank": 2}, 0.25),
     ],
 )
-def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
+def test_compressed_pushes_eventually_apply_all_gradients(
     session: Session, compression: Any, tolerance: float
 ) -> None:
     # The gradient is the same in each step, so the residual at the end is a small part of the
@@ -54,7 +54,7 @@ def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
     torch.testing.assert_close(moved, gradient, rtol=0, atol=tolerance)
 
 
-def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session) -> None:
+def test_powersgd_ranks_that_servers_do_not_support_are_refused(session: Session) -> None:
     with pytest.raises(
         ConfigurationError, match=r"powersgd with rank=65 .* support ranks up to 64"
     ):
@@ -158,7 +158,7 @@ class Pushed:
 
 
 @pytest.mark.parametrize("compression", SPARSE, ids=lambda compression: compression["name"])
-def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
+def test_residuals_are_neither_lost_nor_doubled_when_answers_to_pushes_are_lost(
     cluster: Make, compression: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some pushes are applied, but their answers are lost. The worker sends them again with the
@@ -193,7 +193,7 @@ def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("again", ["the same batch", "another batch"])
 @pytest.mark.parametrize("compression", SPARSE, ids=lambda compression: compression["name"])
-def test_nothing_is_owed_twice_or_lost_when_a_push_was_refused_in_part(
+def test_residuals_are_neither_lost_nor_doubled_when_a_push_is_partly_refused(
     cluster: Make, compression: Any, again: str, servers: int
 ) -> None:
     """The script catches the error of a push that one partition accepted and another refused. For

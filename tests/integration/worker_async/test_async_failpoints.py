@@ -103,7 +103,7 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(
 
 
 @pytest.mark.slow
-def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(
+def test_transfer_source_and_sink_can_be_killed_at_each_failpoint_between_them(
     cluster: Make, tmp_path: Path
 ) -> None:
     """For each failpoint, a server joins and is drained again. The run ends with the same

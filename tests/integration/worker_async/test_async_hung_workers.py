@@ -19,7 +19,7 @@ AT_THE_BOUND = {"consistency": "ssp", "staleness_bound": 3}
 @pytest.mark.parametrize(
     "options", [AT_THE_END, AT_THE_BOUND], ids=["at-the-end-of-the-epoch", "at-the-bound"]
 )
-def test_a_worker_that_hangs_is_evicted_and_its_batches_are_trained_by_others(
+def test_hung_worker_is_evicted_and_its_batches_are_trained_by_others(
     cluster: Make, options: dict[str, object]
 ) -> None:
     running = cluster(together=2, stall_timeout_ms=2000)

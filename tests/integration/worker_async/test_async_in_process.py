@@ -28,7 +28,7 @@ from tests.integration.worker_async.train import FEATURES, network, problem
 Make = Callable[..., AsyncCluster]
 
 
-def test_alone_in_its_job_a_worker_takes_the_steps_of_the_torch_optimizer(session: Session) -> None:
+def test_single_worker_takes_the_steps_of_the_torch_optimizer(session: Session) -> None:
     reference, net = network(0), network(0)
     model, optimizer = distributed(net)
     plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
@@ -55,7 +55,7 @@ def test_the_metrics_name_the_generation_in_which_a_worker_trains(session: Sessi
     assert found == {"generation": 1, "rank": 0, "world_size": 1}
 
 
-def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(
+def test_non_finite_gradient_is_not_sent_and_its_batch_can_be_skipped(
     session: Session, running: AsyncCluster
 ) -> None:
     model, optimizer = distributed()
@@ -93,7 +93,7 @@ class MomentumEncoder(nn.Module):
 
 
 @pytest.mark.parametrize("by_data", [False, True])
-def test_a_parameter_that_a_forward_pass_writes_is_refused_and_not_lost(
+def test_parameter_written_by_a_forward_pass_is_refused_without_losing_the_write(
     session: Session, running: AsyncCluster, by_data: bool
 ) -> None:
     model, optimizer = distributed(MomentumEncoder(by_data=by_data))
@@ -149,7 +149,7 @@ def test_a_parameter_written_between_two_steps_is_refused_and_not_overwritten(
         calls[then]()
 
 
-def test_a_write_that_no_sampled_element_shows_is_warned_of_once_and_then_refused(
+def test_write_missed_by_the_sampled_elements_is_warned_of_once_and_then_refused(
     session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, 1))
@@ -204,7 +204,7 @@ def test_a_save_within_an_epoch_that_a_resumed_run_repeats_is_warned_of_once(
     assert all("within epoch 0 of loader 'loader'" in message for message in warned)
 
 
-def test_a_relative_checkpoint_directory_is_that_of_the_call(
+def test_relative_checkpoint_directory_is_resolved_at_the_call(
     running: AsyncCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -224,7 +224,7 @@ def test_a_relative_checkpoint_directory_is_that_of_the_call(
 
 
 @pytest.mark.parametrize("within_step", [False, True])
-def test_values_that_a_script_swaps_in_for_an_evaluation_and_out_again_are_no_writes(
+def test_weights_swapped_in_for_an_evaluation_and_out_again_are_not_writes(
     session: Session, within_step: bool
 ) -> None:
     net = network(0)
@@ -246,7 +246,7 @@ def test_values_that_a_script_swaps_in_for_an_evaluation_and_out_again_are_no_wr
     assert optimizer.last_staleness == 0
 
 
-def test_a_gradient_scaler_unscales_and_skips_what_overflowed(
+def test_gradient_scaler_unscales_and_skips_overflows(
     session: Session, running: AsyncCluster
 ) -> None:
     reference, net = network(0), network(0)
@@ -271,7 +271,7 @@ def test_a_gradient_scaler_unscales_and_skips_what_overflowed(
         torch.testing.assert_close(ours, theirs)
 
 
-def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: Session) -> None:
+def test_frozen_parameters_and_those_without_gradients_stay_unchanged(session: Session) -> None:
     net = nn.ModuleDict(
         {"used": nn.Linear(FEATURES, 1), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)}
     )
@@ -297,7 +297,7 @@ def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: S
     [{}, {"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
     ids=["asp", "ssp", "bsp"],
 )
-def test_a_server_may_hold_nothing_but_frozen_parameters(
+def test_server_may_hold_only_frozen_parameters(
     session: Session, running: AsyncCluster, options: dict[str, Any]
 ) -> None:
     net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("used", "frozen")})
@@ -321,7 +321,7 @@ def test_a_server_may_hold_nothing_but_frozen_parameters(
     ]
 
 
-def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(cluster: Make) -> None:
+def test_later_push_is_not_mistaken_for_a_partly_refused_one(cluster: Make) -> None:
     """The script catches the error and continues with other batches. Each of them counts once on
     each partition, and so does the first batch when it is repeated."""
     running = cluster(keeps_data=False, servers=1)
@@ -391,7 +391,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_servers(
 
 
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
-def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(
+def test_shoals_own_optimizers_give_the_same_results_on_servers(
     session: Session, kind: Any
 ) -> None:
     def make(net: nn.Module) -> torch.optim.Optimizer:
@@ -445,7 +445,7 @@ def test_gradients_of_older_values_are_compensated(session: Session, pull_every:
     torch.testing.assert_close(model.full_state_dict()["weight"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_servers_would_cut_are_refused_before_any_server_is_configured(
+def test_rows_that_servers_would_split_are_refused_before_any_server_is_configured(
     session: Session, running: AsyncCluster
 ) -> None:
     wide = nn.ParameterDict({"table": torch.zeros(2, (8 << 20) // 4 + 1), "small": torch.zeros(3)})
@@ -454,7 +454,7 @@ def test_rows_that_servers_would_cut_are_refused_before_any_server_is_configured
     assert not any(server.look().HasField("optimizer") for server in running.servers)
 
 
-def test_values_are_pulled_every_so_many_steps(session: Session) -> None:
+def test_values_are_pulled_at_the_configured_interval(session: Session) -> None:
     model, optimizer = distributed(pull_every=3)
     staleness, norms = [], []
     for _ in range(6):
@@ -467,7 +467,7 @@ def test_values_are_pulled_every_so_many_steps(session: Session) -> None:
     assert norms[0] == norms[1] != norms[2] == norms[3] == norms[4] != norms[5]
 
 
-def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing(
+def test_full_state_is_that_of_the_servers_and_reading_it_changes_nothing(
     session: Session, running: AsyncCluster
 ) -> None:
     model, optimizer = distributed(pull_every=2)
@@ -483,7 +483,7 @@ def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing
     assert torch.equal(model.module[0].weight, whole["0.weight"])
 
 
-def test_entries_that_hooks_compute_are_of_the_servers_values(session: Session) -> None:
+def test_entries_computed_by_hooks_use_the_servers_values(session: Session) -> None:
     def halve(part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
         state[f"{prefix}norm"] = part.weight.detach().norm()
@@ -524,7 +524,7 @@ def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
     assert net.weight.dtype is dtype
 
 
-def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session: Session) -> None:
+def test_values_on_the_servers_are_never_overwritten_by_accident(session: Session) -> None:
     model, optimizer = distributed()
     model.with_parameters({"0.bias": torch.zeros(16)})
     backward(model)
@@ -552,7 +552,7 @@ def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_st
     assert all(torch.equal(tensors[name], value) for name, value in saved.items())
 
 
-def test_a_clone_has_the_servers_values_and_trains_no_more(session: Session) -> None:
+def test_clone_has_the_servers_values_and_is_not_trained(session: Session) -> None:
     model, optimizer = distributed(pull_every=2)
     backward(model)
     optimizer.step()
@@ -565,7 +565,7 @@ def test_a_clone_has_the_servers_values_and_trains_no_more(session: Session) -> 
     assert not any(p.grad is not None and p.grad.any() for p in model.module.parameters())
 
 
-def test_of_an_optimizers_state_the_workers_load_the_settings(session: Session) -> None:
+def test_workers_load_only_the_settings_of_an_optimizer_state(session: Session) -> None:
     net = network(1)
     synchronous = torch.optim.SGD(net.parameters(), 0.5, momentum=0.25)
     net(torch.ones(4, FEATURES)).sum().backward()
@@ -581,7 +581,7 @@ def test_of_an_optimizers_state_the_workers_load_the_settings(session: Session) 
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_a_whole_fit_stops_when_the_metric_does_not_improve(session: Session) -> None:
+def test_entire_fit_stops_when_the_metric_does_not_improve(session: Session) -> None:
     _, optimizer = distributed()
     data = OptimizationInputData(
         training=problem(),
@@ -656,7 +656,7 @@ def test_a_model_without_its_optimizer_is_refused(session: Session) -> None:
         shoal.as_distributed(network(0), strategy="async_sgd")
 
 
-def test_a_model_with_buffers_but_no_values_is_refused(session: Session) -> None:
+def test_buffers_on_the_meta_device_are_refused(session: Session) -> None:
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(ConfigurationError, match="buffers on the meta device"):
@@ -672,7 +672,7 @@ def test_rank_0_must_have_values(session: Session) -> None:
     assert model.module is net
 
 
-def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(
+def test_meta_device_worker_receives_values_from_the_servers_and_trains(
     running: AsyncCluster,
 ) -> None:
     first = running.start_worker(epochs=1, hold_at=[1], settings={"lr": 0.1, "momentum": 0.9})

@@ -46,7 +46,7 @@ def assert_leaves(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("consistency", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])
-def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(
+def test_unacknowledged_batches_of_a_dead_worker_are_not_applied_twice(
     cluster: Make, consistency: str
 ) -> None:
     """This also holds if a server is killed and recovers before the batches are dealt again."""
@@ -101,7 +101,7 @@ def test_workers_train_on_while_the_coordinator_is_away(
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_asked_to(
+def test_worker_that_waits_for_the_coordinator_leaves_when_asked(
     cluster: Make, coordinator_of_its_own: Coordinator
 ) -> None:
     running = cluster(coordinator=coordinator_of_its_own)
@@ -116,7 +116,7 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_asked_to(
     assert_leaves(worker)
 
 
-def test_a_worker_that_waits_for_a_server_leaves_when_it_is_asked_to(cluster: Make) -> None:
+def test_worker_that_waits_for_a_server_leaves_when_asked(cluster: Make) -> None:
     running = cluster(servers=1)
     worker = running.start_worker(epochs=1, hold_at=[2])
     worker.wait_step(2)
@@ -130,7 +130,7 @@ def test_a_worker_that_waits_for_a_server_leaves_when_it_is_asked_to(cluster: Ma
     assert_leaves(worker)
 
 
-def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_asked_to(
+def test_worker_that_waits_for_servers_at_the_start_leaves_when_asked(
     cluster: Make,
 ) -> None:
     running = cluster(servers=1)

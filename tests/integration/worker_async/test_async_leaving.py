@@ -35,7 +35,7 @@ def test_a_worker_that_waits_for_the_first_values_leaves_on_sigterm(
     assert worker.process.wait() == 0
 
 
-def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_ahead(
+def test_interrupted_script_does_not_wait_for_prefetched_values(
     cluster: Make, tmp_path: Path
 ) -> None:
     """The values are being pulled from a server that is stopped. The script runs in its own

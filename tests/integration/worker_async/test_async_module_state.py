@@ -29,7 +29,7 @@ Make = Callable[..., AsyncCluster]
 
 
 @pytest.mark.parametrize("together", [2, 1], ids=["from the start", "joiner"])
-def test_a_worker_begins_with_a_peers_extra_state(cluster: Make, together: int) -> None:
+def test_worker_starts_with_a_peers_extra_state(cluster: Make, together: int) -> None:
     """The scripts count passes from different numbers. A joiner arrives after three passes of its
     peer, which offers its state as of one of its last step boundaries."""
     running = cluster(together=together, keeps_data=False)
@@ -52,7 +52,7 @@ def test_a_worker_begins_with_a_peers_extra_state(cluster: Make, together: int) 
     assert none == own[1 - rank_0]  # the state None contains no count
 
 
-def test_extra_state_is_in_checkpoints_and_wherever_the_state_goes(
+def test_extra_state_is_in_checkpoints_and_in_every_transferred_state(
     cluster: Make, tmp_path: Path
 ) -> None:
     def train(name: str, resumes: bool) -> list[list[Any]]:

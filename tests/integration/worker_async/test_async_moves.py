@@ -79,7 +79,7 @@ def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     ],
     ids=["asp", "ssp", "bsp", "compressed"],
 )
-def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_had_not(
+def test_servers_join_and_leave_during_training_without_changing_the_result(
     cluster: Make, alone: Callable[..., dict[str, Any]], options: dict[str, Any]
 ) -> None:
     running = cluster(servers=2, max_servers=3)
@@ -102,7 +102,7 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
 
 
 @pytest.mark.slow
-def test_servers_come_and_go_with_their_backups(
+def test_servers_join_and_leave_with_their_backups(
     cluster: Make, alone: Callable[..., dict[str, Any]]
 ) -> None:
     """One of them is killed once it has its partitions. Its backup, which has received them too,

@@ -82,7 +82,7 @@ def train(model: Any, optimizer: Any, *, epochs: int, size: int = 64) -> list[in
     return counted
 
 
-def test_with_an_outer_optimizer_that_takes_what_one_worker_reached_it_is_plain_training(
+def test_outer_optimizer_that_adopts_one_workers_values_gives_plain_training(
     session: Session, running: AsyncCluster
 ) -> None:
     reference, net = network(0), network(0)
@@ -99,7 +99,7 @@ def test_with_an_outer_optimizer_that_takes_what_one_worker_reached_it_is_plain_
     assert optimizer.last_staleness == 0
 
 
-def test_it_is_diloco_also_where_an_epoch_ends_within_a_round(
+def test_rounds_that_end_with_an_epoch_follow_diloco(
     session: Session, running: AsyncCluster
 ) -> None:
     reference, net = network(0), network(0)
@@ -111,7 +111,7 @@ def test_it_is_diloco_also_where_an_epoch_ends_within_a_round(
     assert versions(running) == {1 + 2 * 3}
 
 
-def test_within_a_round_the_whole_state_is_the_servers(session: Session) -> None:
+def test_full_state_within_a_round_is_the_servers(session: Session) -> None:
     net = network(0)
     model, optimizer = distributed(net)
     before = {name: value.clone() for name, value in net.named_parameters()}
@@ -141,7 +141,7 @@ def test_a_round_of_the_users_own_loop_can_be_ended_early(
     assert versions(running) == {2}
 
 
-def test_frozen_unused_and_tied_parameters_and_buffers(
+def test_parameters_without_gradients_stay_unchanged_and_tied_ones_stay_tied(
     session: Session, running: AsyncCluster
 ) -> None:
     """Parameters without gradients stay as they are under plain torch. The outer optimizer has
@@ -182,7 +182,7 @@ def test_frozen_unused_and_tied_parameters_and_buffers(
     assert after["norm.num_batches_tracked"] == 4
 
 
-def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out(
+def test_non_finite_values_are_not_pushed_and_the_round_can_be_skipped(
     session: Session, running: AsyncCluster
 ) -> None:
     net = network(0)
@@ -211,7 +211,7 @@ def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out
     assert versions(running) == {2}
 
 
-def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(
+def test_clipping_schedules_and_gradient_scalers_apply_to_the_inner_optimizer(
     session: Session, running: AsyncCluster
 ) -> None:
     reference, net = network(0), network(0)
@@ -249,7 +249,7 @@ def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(
     assert (scaler.get_scale(), optimizer.param_groups[0]["lr"]) == (512.0, 0.1 * 0.5**4)
 
 
-def test_a_schedule_of_the_outer_optimizer_goes_with_the_next_push(session: Session) -> None:
+def test_schedule_of_the_outer_optimizer_is_sent_with_the_next_push(session: Session) -> None:
     net = network(0)
     outer = averaging(net.parameters())
     model, optimizer = distributed(net, outer=lambda _: outer, inner_steps=1)
@@ -263,7 +263,7 @@ def test_a_schedule_of_the_outer_optimizer_goes_with_the_next_push(session: Sess
     assert torch.equal(net[0].weight, before)
 
 
-def test_a_loop_that_is_left_within_a_round_undoes_it_and_its_batches_are_dealt_again(
+def test_loop_left_within_a_round_undoes_it_and_its_batches_are_dealt_again(
     session: Session, running: AsyncCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = network(0)
@@ -305,7 +305,7 @@ def test_a_step_whose_loop_was_left_within_its_round_is_lost(
     assert versions(running) == {1}
 
 
-def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(
+def test_round_without_its_last_step_is_undone_when_the_next_epoch_starts(
     session: Session, running: AsyncCluster
 ) -> None:
     reference, net = network(0), network(0)
@@ -330,7 +330,7 @@ def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(
     assert versions(running) == {3}
 
 
-def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(
+def test_peeked_batch_is_dealt_again_with_its_round(
     session: Session, running: AsyncCluster
 ) -> None:
     net = network(0)
@@ -366,7 +366,7 @@ def test_a_step_whose_loop_was_left_at_the_end_of_its_round_is_pushed(
     assert versions(running) == {3}
 
 
-def test_within_a_round_nothing_comes_between(session: Session) -> None:
+def test_synchronization_and_other_loaders_within_a_round_are_refused(session: Session) -> None:
     net = network(0)
     model, optimizer = distributed(net)
     loader = iter(shoal.ElasticDataLoader(problem(), batch_size=32, name="train"))
@@ -401,7 +401,7 @@ def test_a_checkpoint_has_the_inner_optimizers_state(
         assert_equal_values(other, net)
 
 
-def test_of_a_checkpoint_without_inner_state_the_settings_are_taken(session: Session) -> None:
+def test_checkpoint_without_inner_state_provides_the_settings(session: Session) -> None:
     """A checkpoint of plain async_sgd has no inner state, so the new settings are used. Adagrad
     creates its state in its constructor."""
     net = network(0)
@@ -427,7 +427,7 @@ def _made(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("compression", ["int8", "topk", "powersgd"])
-def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(
+def test_compressed_outer_gradients_train_nearly_as_well_as_uncompressed_ones(
     session: Session, compression: str
 ) -> None:
     reference, net = network(0), network(0)
@@ -450,7 +450,7 @@ def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(
     assert abs(ours - theirs) < 0.2 * (untrained - theirs)
 
 
-def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(
+def test_non_contiguous_parameters_train_like_others(
     session: Session,
 ) -> None:
     """Non-contiguous parameters are copied through host memory, like parameters on a device."""
@@ -485,7 +485,7 @@ def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
     assert net.weight.dtype is dtype
 
 
-def test_an_outer_optimizer_of_other_parameters_or_one_that_servers_lack_is_refused(
+def test_outer_optimizer_of_other_parameters_or_unsupported_by_servers_is_refused(
     session: Session, running: AsyncCluster
 ) -> None:
     net = network(0)
@@ -498,7 +498,7 @@ def test_an_outer_optimizer_of_other_parameters_or_one_that_servers_lack_is_refu
     assert not any(server.look().HasField("optimizer") for server in running.servers)
 
 
-def test_an_outer_optimizer_that_servers_lack_is_refused(session: Session) -> None:
+def test_outer_optimizer_unsupported_by_servers_is_refused(session: Session) -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"outer_optimizer=torch\.optim\.adamax\.Adamax: with async_sgd the parameter servers "
@@ -507,7 +507,7 @@ def test_an_outer_optimizer_that_servers_lack_is_refused(session: Session) -> No
         distributed(network(0), outer=torch.optim.Adamax)
 
 
-def test_step_hooks_of_the_outer_optimizer_which_the_servers_run_are_refused(
+def test_step_hooks_of_an_outer_optimizer_run_by_servers_are_refused(
     session: Session,
 ) -> None:
     net = network(0)
@@ -552,7 +552,7 @@ def test_workers_with_other_outer_optimizers_are_refused(
     )
 
 
-def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -> None:
+def test_pull_does_not_overwrite_the_progress_of_a_round(session: Session) -> None:
     """During the round, another loader of the script may reach the end of its epoch, where values
     are pulled."""
     net = network(0)

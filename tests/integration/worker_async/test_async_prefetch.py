@@ -43,7 +43,7 @@ def delayed(by: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
+def test_gradients_use_values_at_most_one_pull_old(
     session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """With `late`, pulled values never arrive before the next batch begins; otherwise they always
@@ -75,7 +75,7 @@ def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
     torch.testing.assert_close(values(net), delayed(int(late)))
 
 
-def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> None:
+def test_every_batch_counts_once_although_a_server_is_killed(cluster: Make) -> None:
     running = cluster(together=2)
     workers = [
         running.start_worker(epochs=2, hold_at=[9], options={"prefetch": True}) for _ in range(2)
@@ -103,7 +103,7 @@ def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> 
         ({"delay_compensation": 0.04}, "delay_compensation=0.04"),
     ],
 )
-def test_it_is_refused_where_values_have_to_be_waited_for(
+def test_prefetch_is_refused_where_values_must_be_awaited(
     session: Session, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"prefetch=True cannot be used with {named}"):

@@ -37,7 +37,7 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def test_workers_reach_the_solution_together_and_every_sample_counts_once(cluster: Make) -> None:
+def test_workers_converge_together_and_every_sample_counts_once(cluster: Make) -> None:
     running = cluster(together=2)
     workers = [running.start_worker(**TRAINING | {"epochs": 8}) for _ in range(2)]
     results = [worker.result() for worker in workers]
@@ -48,7 +48,7 @@ def test_workers_reach_the_solution_together_and_every_sample_counts_once(cluste
     assert audit(running.records).exactly_once
 
 
-def test_a_worker_that_dies_within_a_round_has_none_of_it_counted(cluster: Make) -> None:
+def test_round_of_a_worker_that_dies_within_it_does_not_count(cluster: Make) -> None:
     running = cluster(together=2)
     victim = running.start_worker(**TRAINING, hold_at=[STEPS + 3])
     other = running.start_worker(**TRAINING, hold_at=[2])
@@ -64,7 +64,7 @@ def test_a_worker_that_dies_within_a_round_has_none_of_it_counted(cluster: Make)
 @pytest.mark.parametrize(
     "failpoint", ["exchange.server_answered@3", "exchange.done@2", "session.after_apply@10"]
 )
-def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
+def test_round_of_a_worker_that_dies_around_its_push_is_not_applied_twice(
     cluster: Make, failpoint: str
 ) -> None:
     """The worker dies around the push of its second round. One or both servers have that push, and
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
 
 
 @pytest.mark.parametrize("ahead_s", [0, 600])
-def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(
+def test_killed_server_has_every_round_exactly_once_after_its_restart(
     cluster: Make, ahead_s: float
 ) -> None:
     running = cluster()
@@ -111,7 +111,7 @@ def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(
     assert audit(running.records).exactly_once
 
 
-def test_a_worker_that_is_asked_to_leave_within_a_round_pushes_it_first(cluster: Make) -> None:
+def test_worker_asked_to_leave_within_a_round_pushes_it_first(cluster: Make) -> None:
     running = cluster(together=2)
     leaving, staying = (
         running.start_worker(**TRAINING, hold_at=[STEPS + 1]),
@@ -130,7 +130,7 @@ def test_a_worker_that_is_asked_to_leave_within_a_round_pushes_it_first(cluster:
     assert audit(running.records).exactly_once
 
 
-def test_a_job_that_is_stopped_ends_with_whole_rounds(cluster: Make) -> None:
+def test_stopped_job_ends_with_complete_rounds(cluster: Make) -> None:
     running = cluster(together=2)
     workers = [running.start_worker(**TRAINING | {"epochs": 1000}, hold_at=[2]) for _ in range(2)]
     for worker in workers:
@@ -145,7 +145,7 @@ def test_a_job_that_is_stopped_ends_with_whole_rounds(cluster: Make) -> None:
     assert audit(running.records).once == 8 * taken
 
 
-def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
+def test_joiner_starts_a_round_with_the_servers_values_and_a_peers_schedules(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -179,7 +179,7 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
     [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
     ids=["ssp", "bsp"],
 )
-def test_workers_wait_for_one_another_by_rounds(cluster: Make, options: dict[str, Any]) -> None:
+def test_workers_wait_for_each_other_by_rounds(cluster: Make, options: dict[str, Any]) -> None:
     """The rounds divide the epoch evenly, and one worker is slow. Under bsp all workers begin a
     round on the same values."""
     running = cluster(together=2)
@@ -206,7 +206,7 @@ def rounds_of(records: Path) -> list[list[list[int]]]:
     return workers
 
 
-def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make) -> None:
+def test_bsp_with_delayed_nesterov_is_diloco_over_all_workers(cluster: Make) -> None:
     """Compares each iteration with Algorithm 1 of Douillard et al. for two workers: one outer step
     with the mean of the workers' updates."""
     running = cluster(together=2)
@@ -256,7 +256,7 @@ def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make
     [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
     ids=["ssp", "bsp"],
 )
-def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(
+def test_worker_that_left_its_loop_within_a_round_is_not_awaited(
     cluster: Make, options: dict[str, Any], leaves: str
 ) -> None:
     """The worker leaves its loop after a step, or while it has a batch that it has not trained."""

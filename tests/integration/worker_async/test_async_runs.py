@@ -51,7 +51,7 @@ def fail_job(running: AsyncCluster) -> None:
     running.client.report_exit(running.job_id, member.member_id, exit_code=1, failure="ValueError")
 
 
-def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_aside(
+def test_new_run_starts_with_fresh_values_and_the_data_of_the_last_four_runs_is_kept_aside(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -78,7 +78,7 @@ def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_
         assert (server.data / "run").read_text().startswith("6:")
 
 
-def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_it_is(
+def test_runs_that_fail_before_training_keep_the_previous_runs_values(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -117,7 +117,7 @@ def test_a_run_that_failed_is_resumed_with_its_servers_values_and_its_epoch(clus
     assert resumed.result()["epochs"] == [1]
 
 
-def test_a_run_that_is_resumed_without_the_data_of_a_server_says_so(cluster: Make) -> None:
+def test_resumed_run_reports_a_server_without_its_data(cluster: Make) -> None:
     running = cluster()
     worker = running.start_worker(epochs=2, hold_at=[40])
     worker.wait_step(40)
@@ -141,7 +141,7 @@ def test_a_run_that_is_resumed_without_the_data_of_a_server_says_so(cluster: Mak
     assert resumed.process.said().count("its progress in these partitions is LOST") == 1
 
 
-def test_after_a_failure_the_next_start_is_a_new_run_and_nothing_of_the_old_one_is_seen(
+def test_start_after_a_failure_is_a_new_run_without_traces_of_the_old_one(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -182,7 +182,7 @@ def test_a_server_whose_run_redis_has_lost_sets_its_data_aside_and_serves_the_ne
         assert (server.data / "run-1").is_dir()
 
 
-def test_a_run_that_redis_has_lost_goes_on_with_its_servers_while_its_workers_live(
+def test_run_lost_by_redis_continues_with_its_servers_while_its_workers_live(
     cluster: Make, forgetful: Coordinator, tmp_path: Path
 ) -> None:
     """A launcher that has just started creates the job again first."""

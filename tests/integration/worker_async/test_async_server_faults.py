@@ -28,7 +28,7 @@ def versions(server: Server) -> set[int]:
     return found
 
 
-def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_once(
+def test_server_restarted_from_its_snapshot_has_applied_every_push_once(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -53,7 +53,7 @@ def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_onc
 @pytest.mark.parametrize(
     "options", [{}, {"delay_compensation": 0.04, "pull_every": 2}], ids=["plain", "compensated"]
 )
-def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(
+def test_killed_server_returns_with_every_push_it_acknowledged(
     cluster: Make, options: dict[str, Any]
 ) -> None:
     running = cluster()
@@ -102,7 +102,7 @@ def test_a_server_continues_from_an_older_copy_of_its_data_and_the_worker_report
     )
 
 
-def test_a_server_that_comes_back_empty_gets_a_workers_values_and_the_schedule(
+def test_server_that_returns_empty_receives_a_workers_values_and_the_schedule(
     cluster: Make,
 ) -> None:
     running = cluster(keeps_data=False, together=2)

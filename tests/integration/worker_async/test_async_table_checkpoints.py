@@ -58,7 +58,7 @@ def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(
         assert torch.equal(torch.cat([each["rows"] for each in loaded]), rows[ids])
 
 
-def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(
+def test_fresh_servers_receive_checkpointed_rows_and_continue_bit_for_bit(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each call to `train` takes the same eight steps."""
@@ -88,7 +88,7 @@ def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_las
         shoal.shutdown()
 
 
-def test_servers_that_have_rows_keep_them(
+def test_servers_with_rows_keep_them(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = cluster(servers=1)

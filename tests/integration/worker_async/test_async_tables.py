@@ -51,7 +51,7 @@ def torchs_sparse_gradients() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("server_count", [1, 2])
-def test_alone_in_its_job_a_worker_takes_the_steps_of_torchs_embeddings(
+def test_single_worker_takes_the_steps_of_torchs_embeddings(
     cluster: Make, server_count: int, torchs_sparse_gradients: None
 ) -> None:
     running = cluster(servers=server_count, keeps_data=False)
@@ -71,7 +71,7 @@ def test_alone_in_its_job_a_worker_takes_the_steps_of_torchs_embeddings(
         assert torch.equal(model.clone().users(torch.arange(IDS)), users)
 
 
-def test_a_server_that_is_killed_comes_back_and_every_push_of_rows_counts_once(
+def test_killed_server_returns_and_every_push_of_rows_counts_once(
     cluster: Make, torchs_sparse_gradients: None
 ) -> None:
     running = cluster(servers=2)
@@ -168,7 +168,7 @@ def in_sync(running: AsyncCluster) -> None:
     )
 
 
-def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(
+def test_prefetched_rows_are_used_only_by_a_lookup_of_the_same_rows(
     session: Session, running: AsyncCluster
 ) -> None:
     net = sparse()
@@ -189,7 +189,7 @@ def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(
         assert not torch.equal(net.users(ids), before[ids])
 
 
-def test_what_is_prefetched_is_trained_with_the_version_that_it_is_of(
+def test_prefetched_rows_are_trained_with_the_version_of_their_fetch(
     session: Session, running: AsyncCluster
 ) -> None:
     net = sparse()
@@ -203,7 +203,7 @@ def test_what_is_prefetched_is_trained_with_the_version_that_it_is_of(
     assert optimizer.last_staleness == 4
 
 
-def test_a_table_without_gradients_in_a_step_is_left_alone(
+def test_table_without_gradients_in_a_step_is_left_unchanged(
     session: Session, running: AsyncCluster
 ) -> None:
     net = sparse()
@@ -218,7 +218,7 @@ def test_a_table_without_gradients_in_a_step_is_left_alone(
     assert versions(running) == {2, 3}
 
 
-def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(
+def test_non_finite_gradient_of_rows_is_not_sent_and_its_batch_can_be_skipped(
     session: Session, running: AsyncCluster
 ) -> None:
     net = sparse()
@@ -238,7 +238,7 @@ def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_
     assert versions(running) == {2}
 
 
-def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
+def test_push_of_too_many_rows_is_refused_before_anything_is_sent(
     session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = sparse()
@@ -254,7 +254,7 @@ def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
     assert versions(running) == {2}
 
 
-def test_a_push_that_failed_is_sent_again_as_it_was(
+def test_failed_push_is_repeated_unchanged(
     session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script repeats the step. The part of its batch that servers had already applied counts
@@ -294,7 +294,7 @@ def test_a_push_that_failed_is_sent_again_as_it_was(
     assert moved.tolist() == [5, 7]
 
 
-def test_ssp_takes_tables_and_bsp_says_why_it_does_not(
+def test_ssp_accepts_tables_and_bsp_refuses_them_with_a_reason(
     session: Session, running: AsyncCluster
 ) -> None:
     with pytest.raises(
@@ -310,7 +310,7 @@ def test_inner_steps_are_refused(session: Session) -> None:
         distributed(net, inner_steps=4, outer_optimizer=torch.optim.SGD(net.parameters(), 0.7))
 
 
-def test_with_ssp_rows_are_trained_too(session: Session, running: AsyncCluster) -> None:
+def test_rows_are_trained_under_ssp_too(session: Session, running: AsyncCluster) -> None:
     net = sparse()
     model, optimizer = distributed(net, consistency="ssp", staleness_bound=1)
     train(model, [optimizer], 5)
@@ -326,7 +326,7 @@ def test_a_gradient_scaler_is_refused(session: Session) -> None:
         scaler.step(optimizer)
 
 
-def test_names_are_each_tables_own(session: Session) -> None:
+def test_names_are_unique_per_table(session: Session) -> None:
     net = sparse()
     net.words.name = "users"
     with pytest.raises(
@@ -336,7 +336,7 @@ def test_names_are_each_tables_own(session: Session) -> None:
         distributed(net)
 
 
-def test_rows_that_were_trained_before_are_not_lost_without_a_word(session: Session) -> None:
+def test_previously_trained_rows_are_not_lost_silently(session: Session) -> None:
     net = sparse()
     net.users(torch.tensor([1])).sum().backward()
     net.users.apply_gradients()
@@ -346,7 +346,7 @@ def test_rows_that_were_trained_before_are_not_lost_without_a_word(session: Sess
         distributed(net)
 
 
-def test_gradients_are_applied_by_the_step_alone(session: Session) -> None:
+def test_gradients_are_applied_only_by_the_step(session: Session) -> None:
     net = sparse()
     distributed(net)
     with pytest.raises(
@@ -355,7 +355,7 @@ def test_gradients_are_applied_by_the_step_alone(session: Session) -> None:
         net.users.apply_gradients()
 
 
-def test_rows_of_a_server_that_stays_away_are_one_clear_error(cluster: Make) -> None:
+def test_rows_of_an_absent_server_are_one_clear_error(cluster: Make) -> None:
     running = cluster(servers=1, keeps_data=False)
     with running.member():
         net = sparse()
@@ -371,7 +371,7 @@ def test_rows_of_a_server_that_stays_away_are_one_clear_error(cluster: Make) -> 
         assert caught.value.reason == "SERVER_AWAY"
 
 
-def test_rows_beyond_what_one_request_may_ask_for_come_in_several(
+def test_rows_beyond_the_limit_of_one_request_are_fetched_in_several(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = sparse(None)
@@ -383,7 +383,7 @@ def test_rows_beyond_what_one_request_may_ask_for_come_in_several(
     assert torch.equal(whole, sparse(None).users(ids))
 
 
-def test_a_model_that_is_read_has_no_tables(session: Session, running: AsyncCluster) -> None:
+def test_read_model_contains_no_tables(session: Session, running: AsyncCluster) -> None:
     net = sparse()
     model, optimizer = distributed(net)
     train(model, [optimizer], 2)

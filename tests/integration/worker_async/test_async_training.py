@@ -23,7 +23,7 @@ EACH_BY_ITSELF = {"lease_ahead_s": 0}
 batches a dead worker has left undone."""
 
 
-def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
+def test_workers_start_with_rank_0s_weights_and_converge_together(cluster: Make) -> None:
     running = cluster(together=3)
     workers = [running.start_worker(seed=seed, epochs=6, hold_at=[0]) for seed in range(3)]
     for worker in workers:
@@ -46,7 +46,7 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
 
 
 @pytest.mark.parametrize("together", [2, 1])
-def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(
+def test_workers_start_with_rank_0s_buffers_and_a_joiner_with_a_peers(
     cluster: Make, together: int
 ) -> None:
     """Each script draws its random features from a different seed. Training would fail if workers
@@ -64,7 +64,9 @@ def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(
     assert results[0]["first_buffers"] == results[1]["first_buffers"]
 
 
-def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
+def test_batches_of_a_killed_worker_are_trained_by_others_without_interruption(
+    cluster: Make,
+) -> None:
     running = cluster(together=3)
     victim = running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[3])
     # They are held: otherwise they could train all batches before the victim reaches its fourth.
@@ -108,7 +110,7 @@ def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_a
     assert other.result()["steps"] == 2 * batches - 2
 
 
-def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
+def test_ssp_keeps_every_worker_within_the_bound(cluster: Make) -> None:
     running = cluster(together=2)
     options = {"consistency": "ssp", "staleness_bound": 2}
     slow, fast = (
@@ -131,7 +133,7 @@ def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
 @pytest.mark.parametrize(
     "options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"]
 )
-def test_a_worker_without_batches_holds_nobody_up(cluster: Make, options: dict[str, Any]) -> None:
+def test_worker_without_batches_delays_nobody(cluster: Make, options: dict[str, Any]) -> None:
     running = cluster(together=2)
     workers = [
         running.start_worker(epochs=3, batch_size=SAMPLES // 3, options=options, delay_s=delay)
@@ -146,7 +148,7 @@ def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
     return [each for each in left if each in right], [each for each in right if each in left]
 
 
-def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(
+def test_bsp_workers_including_a_joiner_compute_an_iteration_on_the_same_values(
     cluster: Make,
 ) -> None:
     """There are two servers, workers of different speeds, and more than one epoch. Under asp, the
@@ -167,7 +169,7 @@ def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joi
     assert audit(running.records).exactly_once
 
 
-def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_that_comes_back(
+def test_bsp_workers_continue_after_a_killed_worker_and_a_restarted_server(
     cluster: Make,
 ) -> None:
     running = cluster(together=3)
@@ -188,7 +190,7 @@ def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_tha
     assert audit(running.records).exactly_once
 
 
-def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_asked_to(cluster: Make) -> None:
+def test_bsp_worker_that_waits_for_another_leaves_when_asked(cluster: Make) -> None:
     running = cluster(together=2)
     held = running.start_worker(epochs=1, options=BSP, hold_at=[1])
     leaving = running.start_worker(epochs=1, options=BSP)
@@ -206,7 +208,7 @@ def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_asked_to(clu
     assert audit(running.records).exactly_once
 
 
-def test_of_two_schedules_the_one_that_is_furthest_counts(cluster: Make) -> None:
+def test_schedule_that_is_furthest_ahead_counts(cluster: Make) -> None:
     running = cluster(together=2)
     fast = running.start_worker(epochs=1, gamma=0.9, schedule="iterations", hold_at=[10])
     slow = running.start_worker(epochs=1, gamma=0.9, schedule="iterations", hold_at=[4, 8])
@@ -226,7 +228,7 @@ def test_of_two_schedules_the_one_that_is_furthest_counts(cluster: Make) -> None
     assert fast.result()["steps"] + slow.result()["steps"] == BATCHES
 
 
-def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> None:
+def test_joiner_continues_in_the_epoch_of_the_others(cluster: Make) -> None:
     running = cluster()
     config: dict[str, Any] = {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
     first = running.start_worker(**config, hold_at=[2 * BATCHES + 16])
@@ -263,7 +265,7 @@ def test_a_drained_worker_leaves_with_all_its_batches_acknowledged(cluster: Make
     assert audit(running.records).exactly_once
 
 
-def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster: Make) -> None:
+def test_stopped_job_ends_all_loops_even_of_workers_without_a_batch(cluster: Make) -> None:
     running = cluster(together=2)
     epochs = 1000  # one batch each; both workers are stopped long before the end
     holding = running.start_worker(epochs=epochs, batch_size=SAMPLES, hold_at=[0])
@@ -275,7 +277,7 @@ def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster
     assert sum(worker.result()["steps"] for worker in (holding, idle)) < epochs
 
 
-def test_while_too_few_workers_are_left_the_others_wait(cluster: Make) -> None:
+def test_remaining_workers_wait_while_there_are_too_few(cluster: Make) -> None:
     running = cluster(together=2, min_workers=2)
     victim, survivor = (
         running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[2]),
@@ -297,7 +299,7 @@ def test_while_too_few_workers_are_left_the_others_wait(cluster: Make) -> None:
 @pytest.mark.parametrize(
     "options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"]
 )
-def test_nobody_waits_for_a_worker_that_has_left_its_loop(
+def test_worker_that_has_left_its_loop_is_not_awaited(
     cluster: Make, options: dict[str, Any]
 ) -> None:
     running = cluster(together=2)

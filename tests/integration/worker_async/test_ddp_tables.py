@@ -54,7 +54,9 @@ def fault_free(
         yield result
 
 
-def test_two_ranks_end_with_the_rows_of_one(cluster: Make, fault_free: dict[str, Any]) -> None:
+def test_two_ranks_end_with_the_rows_of_one_process(
+    cluster: Make, fault_free: dict[str, Any]
+) -> None:
     running = cluster(together=2)
     check_ended_alike([start(running), start(running)], fault_free, running)
 
@@ -62,7 +64,7 @@ def test_two_ranks_end_with_the_rows_of_one(cluster: Make, fault_free: dict[str,
 @pytest.mark.parametrize(
     "name", sorted(name for name in documented("Workers") if name.startswith("tables."))
 )
-def test_a_rank_killed_on_its_way_to_the_servers_costs_no_row_and_doubles_none(
+def test_rank_killed_during_a_push_neither_loses_nor_doubles_a_row(
     cluster: Make, fault_free: dict[str, Any], name: str
 ) -> None:
     running = cluster(together=3, min_workers=1)
@@ -88,7 +90,7 @@ def test_a_server_killed_while_ranks_train_costs_no_row(
     check_ended_alike(workers, fault_free, running)
 
 
-def test_a_rank_that_joins_goes_on_with_the_rows_of_its_peers(
+def test_joining_rank_continues_with_the_rows_of_its_peers(
     cluster: Make, fault_free: dict[str, Any]
 ) -> None:
     running = cluster()
@@ -109,7 +111,7 @@ def test_plain_batches_train_rows_as_micro_batches_do(
         assert worker.result()["values"] == pytest.approx(fault_free["values"], rel=1e-4, abs=1e-5)
 
 
-def test_without_servers_the_error_names_what_is_missing(cluster: Make) -> None:
+def test_missing_servers_are_named_in_the_error(cluster: Make) -> None:
     running = cluster(servers=0)
     worker = start(running)
     assert worker.process.wait() != 0

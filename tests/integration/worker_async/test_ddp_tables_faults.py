@@ -28,7 +28,7 @@ def snapshot_versions(running: AsyncCluster) -> dict[int, int]:
     return found
 
 
-def test_servers_that_lose_their_data_are_named_and_training_goes_on(cluster: Make) -> None:
+def test_servers_that_lose_their_data_are_named_and_training_continues(cluster: Make) -> None:
     running = cluster(together=2, keeps_data=False)
     workers = [start(running, hold_at=[5]), start(running)]
     workers[0].wait_step(5)
@@ -57,7 +57,7 @@ def test_a_rank_without_batches_learns_that_a_server_has_lost_its_data(cluster: 
         assert worker.result()["steps"] == 24
 
 
-def test_the_last_steps_rows_are_pushed_although_the_rank_dies_that_was_to(cluster: Make) -> None:
+def test_rows_of_the_last_step_are_pushed_although_the_responsible_rank_dies(cluster: Make) -> None:
     running = cluster(together=2, min_workers=1, servers=1)
     workers = [
         start(running, looks=False),
@@ -69,9 +69,7 @@ def test_the_last_steps_rows_are_pushed_although_the_rank_dies_that_was_to(clust
     assert set(snapshot_versions(running).values()) == {STEPS + 1}
 
 
-def test_a_run_that_failed_and_goes_on_trains_its_servers_rows(
-    cluster: Make, tmp_path: Path
-) -> None:
+def test_resumed_failed_run_trains_its_servers_rows(cluster: Make, tmp_path: Path) -> None:
     running = cluster(servers=1)
     checkpoint = str(tmp_path / "checkpoints")
     # beyond its last checkpoint
@@ -105,7 +103,7 @@ def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(
     assert "has lost data" not in again[0].process.said()
 
 
-def test_ranks_without_samples_and_short_steps_end_with_the_rows_of_one(
+def test_ranks_without_samples_and_short_steps_end_with_the_rows_of_one_process(
     cluster: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "alone").mkdir()

@@ -17,7 +17,7 @@ Make = Callable[..., AsyncCluster]
 
 
 @pytest.mark.parametrize("micro", [True, False])
-def test_a_batch_with_gradients_that_are_not_finite_is_left_out_as_the_error_says(
+def test_batch_with_non_finite_gradients_is_skipped_as_the_error_says(
     cluster: Make, micro: bool
 ) -> None:
     running = cluster(together=1)
@@ -25,7 +25,7 @@ def test_a_batch_with_gradients_that_are_not_finite_is_left_out_as_the_error_say
     assert worker.result()["steps"] == STEPS
 
 
-def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Make) -> None:
+def test_drained_rank_pushes_its_rows_and_delays_nobody(cluster: Make) -> None:
     running = cluster(together=2)
     workers = [start(running, delay_s=0.05, patience_s=40.0) for _ in range(2)]
     workers[0].wait_step(8)
@@ -40,9 +40,7 @@ def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Mak
 
 
 @pytest.mark.parametrize("step", [pytest.param(9, id="steps"), pytest.param(6, id="evaluate")])
-def test_peers_push_the_share_of_a_rank_that_servers_shut_out_later(
-    cluster: Make, step: int
-) -> None:
+def test_peers_push_the_share_of_a_rank_that_servers_refuse_later(cluster: Make, step: int) -> None:
     """The leaving rank 0 is stopped before its push until servers refuse it. By then rank 1 has
     pushed only its own share. It waits in the next step, or in `evaluate`, where only rank 0 has a
     batch and needs rows."""
@@ -65,7 +63,7 @@ def test_peers_push_the_share_of_a_rank_that_servers_shut_out_later(
     assert "servers no longer accept rows from this rank" in leaver.process.said()
 
 
-def test_the_only_rank_that_is_drained_pushes_its_last_step(cluster: Make) -> None:
+def test_drained_single_rank_pushes_its_last_step(cluster: Make) -> None:
     running = cluster(together=1, servers=1)
     worker = start(running, delay_s=0.05)
     worker.wait_step(8)

@@ -76,7 +76,7 @@ def behind(cluster: Make) -> Iterator[Trainer]:
             yield trainer
 
 
-def test_looked_up_rows_are_those_of_the_server_that_has_the_place(
+def test_looked_up_rows_come_from_the_server_that_owns_the_place(
     behind: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_looked_up_rows_are_those_of_the_server_that_has_the_place(
     behind.step()
 
 
-def test_saved_rows_are_those_of_the_server_that_has_the_place(
+def test_saved_rows_come_from_the_server_that_owns_the_place(
     behind: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shoal.save_checkpoint(tmp_path / "saved")

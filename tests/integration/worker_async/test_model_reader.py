@@ -42,7 +42,7 @@ def reader_of(
     )
 
 
-def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
+def test_reader_returns_the_workers_parameters(cluster: Make) -> None:
     """The result includes frozen parameters and other dtypes, and tied parameters once. It has no
     buffers, because each worker has its own."""
     running = cluster()
@@ -92,7 +92,7 @@ def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
         )
 
 
-def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_changed(
+def test_model_is_read_repeatedly_during_training_and_unchanged_values_are_reused(
     cluster: Make,
 ) -> None:
     running = cluster()
@@ -118,7 +118,9 @@ def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_c
 
 
 @pytest.mark.parametrize("keeps_data", [True, False], ids=["with its data", "without"])
-def test_a_server_that_comes_back_elsewhere_is_followed(cluster: Make, keeps_data: bool) -> None:
+def test_server_that_returns_at_another_address_is_followed(
+    cluster: Make, keeps_data: bool
+) -> None:
     """A server without a data directory comes back with an older version, and the reader accepts
     it."""
     running = cluster(keeps_data=keeps_data)
@@ -167,7 +169,7 @@ def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
     worker.result()
 
 
-def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(
+def test_empty_place_whose_server_is_away_does_not_prevent_reading(
     cluster: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = cluster(servers=1)
@@ -182,7 +184,7 @@ def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(
     worker.result()
 
 
-def test_closing_a_reader_ends_the_call_that_waits() -> None:
+def test_closing_a_reader_ends_its_waiting_call() -> None:
     reader = shoal.ModelReader(
         ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(minutes=10)
     )

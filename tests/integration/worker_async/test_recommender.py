@@ -107,7 +107,7 @@ def run(*options: str, servers: int = 2) -> list[tuple[float, float]]:
         pytest.param("async_sgd", marks=pytest.mark.slow),
     ],
 )
-def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> None:
+def test_recommender_approaches_the_optimum_of_its_log(strategy: str) -> None:
     found = run("--strategy", strategy, "--samples", "40000", "--epochs", "3")
     assert len(found) == 3
     reached, best = found[-1]
@@ -122,7 +122,7 @@ def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> Non
         pytest.param("async_sgd", marks=pytest.mark.slow),
     ],
 )
-def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(
+def test_recommender_resumes_from_a_checkpoint_as_if_its_servers_had_survived(
     tmp_path: Path, strategy: str
 ) -> None:
     """On new servers the model equals the saved one. Only the updates that follow depend on the
@@ -141,7 +141,7 @@ def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_o
 
 
 @pytest.mark.slow
-def test_a_table_larger_than_what_a_worker_may_have_is_trained_whole(
+def test_table_larger_than_a_workers_memory_limit_is_trained_entirely(
     cluster: Callable[..., AsyncCluster], tmp_path: Path
 ) -> None:
     """The worker's address space is limited (RLIMIT_AS). A local embedding of the same size would

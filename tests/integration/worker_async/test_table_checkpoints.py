@@ -64,7 +64,7 @@ def elsewhere(
     return make
 
 
-def test_a_run_goes_on_over_fresh_servers_with_others_in_number_to_the_last_bit(
+def test_run_resumes_bit_for_bit_on_a_different_number_of_fresh_servers(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
@@ -82,7 +82,7 @@ def test_a_run_goes_on_over_fresh_servers_with_others_in_number_to_the_last_bit(
 
 
 @pytest.mark.slow
-def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(
+def test_counts_and_ages_for_eviction_are_in_the_checkpoint(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "saved")
@@ -100,7 +100,7 @@ def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(
         *(pytest.param(n, marks=pytest.mark.matrix) for n in (6, 7)),
     ],
 )
-def test_a_table_may_have_another_number_of_buckets(
+def test_number_of_buckets_may_change_between_runs(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, buckets: int
 ) -> None:
     saved = str(tmp_path / "saved")
@@ -109,7 +109,7 @@ def test_a_table_may_have_another_number_of_buckets(
     assert result["digest"] == fault_free["digest"]
 
 
-def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(
+def test_servers_that_ran_beyond_the_checkpoint_go_back_to_it(
     cluster: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     """All workers die and the servers keep running. The next workers find rows that are newer than
@@ -129,7 +129,7 @@ def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_rows_are_saved_costs_none(
+def test_rank_that_dies_while_rows_are_saved_loses_none(
     cluster: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
@@ -150,7 +150,7 @@ def test_a_rank_that_dies_while_rows_are_saved_costs_none(
 @pytest.mark.parametrize(
     "hit", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.matrix)]
 )
-def test_a_rank_that_dies_while_rows_are_put_in_place_costs_none(
+def test_rank_that_dies_while_rows_are_restored_loses_none(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, hit: int
 ) -> None:
     saved = str(tmp_path / "saved")
@@ -165,7 +165,7 @@ def test_a_rank_that_dies_while_rows_are_put_in_place_costs_none(
 
 
 @pytest.mark.slow
-def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
+def test_servers_killed_while_rows_are_saved_and_restored_lose_none(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
@@ -189,7 +189,7 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
 
 
 @pytest.mark.slow
-def test_rows_that_were_put_in_place_are_in_backups(
+def test_restored_rows_are_on_backups(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     """The backup receives one bucket completely, and the others as changes. Then it takes over as
@@ -229,7 +229,7 @@ def fail_over(running: AsyncCluster, primary: Server) -> None:
 
 
 @pytest.mark.slow
-def test_buckets_that_were_put_in_place_move(
+def test_restored_buckets_can_move(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     """The buckets move to a server that joins, which is then killed."""
@@ -252,7 +252,7 @@ def test_buckets_that_were_put_in_place_move(
     assert ended([worker])[0]["digest"] == fault_free["digest"]
 
 
-def test_rows_come_from_the_checkpoint_that_the_first_rank_reads(
+def test_rows_come_from_the_checkpoint_read_by_the_first_rank(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each machine has its own disk. The checkpoints on these disks have the same step but come

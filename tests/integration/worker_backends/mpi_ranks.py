@@ -45,7 +45,7 @@ def booleans_and_complex_numbers() -> None:
     assert numbers.tolist() == [size * (1 + 2j)] * 2
 
 
-def parts_that_do_not_lie_side_by_side() -> None:
+def non_contiguous_parts() -> None:
     """Non-contiguous tensors are sent through a copy."""
     rank, size = dist.get_rank(), dist.get_world_size()
     outputs = list(torch.zeros(size, 2, 3).transpose(0, 2).unbind(2))  # not contiguous
@@ -56,7 +56,7 @@ def parts_that_do_not_lie_side_by_side() -> None:
     assert rank == 0 or strided.eq(1).all()
 
 
-def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
+def a_subset_of_ranks_has_its_own_communicator() -> None:
     """The communicator has the ranks in the requested order."""
     world = dist.get_rank()
     members = [3, 1] if world % 2 else [0, 2]
@@ -68,7 +68,7 @@ def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
     backend.shutdown()
 
 
-def another_rank_or_size_than_mpis_is_refused() -> None:
+def a_rank_or_size_other_than_mpis_is_refused() -> None:
     """MPI decides rank and size."""
     with _raises(
         ConfigurationError,
@@ -106,7 +106,7 @@ def a_wait_ends_at_its_deadline() -> None:
     backend.shutdown()
 
 
-def an_abort_is_heard_by_those_who_wait() -> None:
+def an_abort_reaches_waiting_ranks() -> None:
     """Their error contains the reason of the abort."""
     backend = MPIBackend()
     backend.initialize()
@@ -118,7 +118,7 @@ def an_abort_is_heard_by_those_who_wait() -> None:
     backend.shutdown()
 
 
-def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
+def an_abort_reaches_all_threads_that_poll_at_once() -> None:
     """The abort is a single message. A thread that finds it already received does not wait for
     another."""
     for _ in range(12):
@@ -128,7 +128,7 @@ def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
             backend.abort("over")
         else:
             looking = [
-                threading.Thread(target=_look_until_over, args=[backend], daemon=True)
+                threading.Thread(target=_poll_until_ended, args=[backend], daemon=True)
                 for _ in range(8)
             ]
             for thread in looking:
@@ -141,7 +141,7 @@ def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
     dist.barrier()
 
 
-def _look_until_over(backend: MPIBackend) -> None:
+def _poll_until_ended(backend: MPIBackend) -> None:
     group = backend.process_group
     assert isinstance(group, MPIGroup)
     while backend.is_initialized:
@@ -149,7 +149,7 @@ def _look_until_over(backend: MPIBackend) -> None:
             group.check_live()
 
 
-def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
+def absent_ranks_are_awaited_no_longer_than_the_timeout() -> None:
     """This check is last, because it leaves the other ranks with a communicator that was never
     made."""
     if dist.get_rank() != 0:
@@ -162,7 +162,7 @@ def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
         MPIBackend().initialize()
 
 
-def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
+def a_process_of_mpiexec_can_be_a_rank_of_a_job() -> None:
     """Checks that no coordinator is needed (docs/explanation/backends.md#mpi)."""
     session = open_session()
     assert (session.rank, session.world_size, session.default_backend) == (
@@ -199,15 +199,15 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
         backend_collectives,
         *CHECKS.values(),
         booleans_and_complex_numbers,
-        parts_that_do_not_lie_side_by_side,
-        a_part_of_the_ranks_has_a_communicator_of_its_own,
-        another_rank_or_size_than_mpis_is_refused,
+        non_contiguous_parts,
+        a_subset_of_ranks_has_its_own_communicator,
+        a_rank_or_size_other_than_mpis_is_refused,
         a_message_that_is_too_long_is_refused,
-        a_process_of_mpiexec_is_a_rank_of_a_job,
+        a_process_of_mpiexec_can_be_a_rank_of_a_job,
         a_wait_ends_at_its_deadline,
-        an_abort_is_heard_by_those_who_wait,
-        an_abort_is_heard_by_all_threads_that_look_at_once,
-        ranks_that_do_not_come_are_waited_for_no_longer_than_asked,
+        an_abort_reaches_waiting_ranks,
+        an_abort_reaches_all_threads_that_poll_at_once,
+        absent_ranks_are_awaited_no_longer_than_the_timeout,
     )
 }
 

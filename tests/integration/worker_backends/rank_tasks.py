@@ -25,7 +25,7 @@ from tests.ranks.tasks import say
 _PATIENCE = timedelta(seconds=60)
 
 
-def _meet(store: RedisStore, name: str, world_size: int) -> None:
+def _rendezvous(store: RedisStore, name: str, world_size: int) -> None:
     """Waits until all ranks have called it. (A store has `barrier` from torch 2.12 on.)"""
     if store.add(f"{name}/came", 1) == world_size:
         store.set(f"{name}/all", "1")
@@ -45,7 +45,7 @@ def group(
     """Yields a group, once all processes are running."""
     store = RedisStore(url, prefix, timeout=_PATIENCE)
     backend = GlooBackend()
-    _meet(store, "up", world_size)
+    _rendezvous(store, "up", world_size)
     backend.initialize(
         rank=rank,
         world_size=world_size,
@@ -195,7 +195,7 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
     before = _usage()
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     for number in range(cycles):
-        _meet(base, f"start {number}", world_size)
+        _rendezvous(base, f"start {number}", world_size)
         backend = GlooBackend()
         backend.initialize(
             rank=rank,
@@ -224,7 +224,7 @@ def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: in
     """Makes groups that each rank leaves as soon as it has the last collective's result. That must
     not disturb ranks that are still in the collective."""
     base = RedisStore(url, prefix, timeout=_PATIENCE)
-    _meet(base, "up", world_size)
+    _rendezvous(base, "up", world_size)
     for number in range(cycles):
         backend = GlooBackend()
         backend.initialize(

@@ -138,7 +138,7 @@ def shrink_and_grow(url: str, prefix: str, rank: int) -> list[Any]:
         return found
 
 
-def again_and_again(url: str, prefix: str, rank: int) -> list[Any]:
+def reconfigure_twice(url: str, prefix: str, rank: int) -> list[Any]:
     """Forms a group of the same ranks twice without a collective in between, then with the ranks as
     a set."""
     with member(url, prefix, rank, 2) as me:
@@ -194,7 +194,7 @@ def leave_in_flight(url: str, prefix: str, rank: int) -> dict[str, Any]:
         }
 
 
-def meet_a_dead_rank(url: str, prefix: str, rank: int) -> dict[str, Any]:
+def include_a_dead_rank(url: str, prefix: str, rank: int) -> dict[str, Any]:
     """Kills rank 2 during a sum. The other ranks try to form a group with it, and then
     without it."""
     with member(url, prefix, rank, 3) as me:
@@ -219,7 +219,7 @@ def meet_a_dead_rank(url: str, prefix: str, rank: int) -> dict[str, Any]:
         }
 
 
-def run_into_the_timeout(url: str, prefix: str, rank: int) -> dict[str, Any]:
+def exceed_the_timeout(url: str, prefix: str, rank: int) -> dict[str, Any]:
     """Rank 1 takes no part in a collective for longer than the timeout."""
     with member(url, prefix, rank, 2, timeout_s=2.0) as me:
         me.reconfigure(1, [0, 1], timeout_s=60.0)
@@ -233,7 +233,7 @@ def run_into_the_timeout(url: str, prefix: str, rank: int) -> dict[str, Any]:
         return {"failure": failure, "found": me.found()}
 
 
-def abort_and_go_on(url: str, prefix: str, rank: int) -> dict[str, Any]:
+def abort_and_continue(url: str, prefix: str, rank: int) -> dict[str, Any]:
     """Rank 0 aborts a collective, and then a reconfigure for which rank 1 does not come."""
     with member(url, prefix, rank, 2) as me:
         me.reconfigure(1, [0, 1])
@@ -259,7 +259,7 @@ def abort_and_go_on(url: str, prefix: str, rank: int) -> dict[str, Any]:
         return {"aborted": aborted, "waiting": waiting, "found": me.found()}
 
 
-def be_refused(url: str, prefix: str, rank: int) -> list[Any]:
+def make_invalid_calls(url: str, prefix: str, rank: int) -> list[Any]:
     """Invalid calls raise and leave the group unchanged."""
     with member(url, prefix, rank, 2) as me:
         me.reconfigure(1, [0, 1])

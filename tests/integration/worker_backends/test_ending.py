@@ -17,9 +17,7 @@ _TIMEOUT_S = 100
 
 
 @pytest.mark.parametrize("what", ["callback", pytest.param("message", marks=pytest.mark.slow)])
-def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(
-    what: str, tmp_path: Path
-) -> None:
+def test_rank_that_raises_during_a_gloo_collective_exits_with_1(what: str, tmp_path: Path) -> None:
     command = [sys.executable, str(_RANK), str(tmp_path / "store"), what]
     with (
         subprocess.Popen(

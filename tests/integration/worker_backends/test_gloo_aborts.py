@@ -149,7 +149,7 @@ def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(
         waiting.result(timeout=_DEADLINE_S)
 
 
-def test_a_message_that_does_not_come_ends_at_the_groups_timeout(form: Form) -> None:
+def test_message_that_never_arrives_ends_at_the_groups_timeout(form: Form) -> None:
     first, _ = form(2, timeout=timedelta(milliseconds=300))
     with pytest.raises(MembershipChanged, match="Timed out waiting 300ms"):
         first.recv(torch.ones(4), 1)
@@ -202,7 +202,7 @@ def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_u
             handle.wait()
 
 
-def test_listeners_that_appear_meanwhile_are_distinguished_from_gloos(
+def test_listeners_opened_concurrently_are_distinguished_from_gloos(
     form: Form, threads: Pool
 ) -> None:
     enough = threading.Event()
@@ -240,7 +240,7 @@ def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(
     _eventually(lambda: _forming_threads() == 0)
 
 
-def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(
+def test_group_created_after_it_was_given_up_leaves_nothing_open(
     threads: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up, made = threading.Event(), list[GlooGroup]()
@@ -267,9 +267,7 @@ def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(
     assert [copy.fileno() for group in made for copy in group.sockets._copies] == [-1, -1]
 
 
-def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(
-    redis_url: str, prefix: str
-) -> None:
+def test_absent_peer_is_named_at_the_connect_timeout(redis_url: str, prefix: str) -> None:
     store = RedisStore(redis_url, prefix)
     with pytest.raises(
         DeadlineError,
@@ -283,7 +281,7 @@ def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(
     _eventually(lambda: _forming_threads() == 0)
 
 
-def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline() -> None:
+def test_earlier_timeout_of_a_torch_store_is_reported_as_the_same_deadline() -> None:
     limit = timedelta(seconds=0.2)
     group = forming.FormingGroup(
         dist.HashStore(),
@@ -299,7 +297,7 @@ def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline(
     _eventually(lambda: _forming_threads() == 0)
 
 
-def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads: Pool) -> None:
+def test_forgotten_backend_closes_its_connections(form: Form, threads: Pool) -> None:
     store = dist.HashStore()
     kept, forgotten = GlooBackend(), GlooBackend()
     both = [
@@ -361,7 +359,7 @@ class _echo_stream:
         return next(self._answers)
 
 
-def test_a_message_that_is_waited_for_after_the_end_of_its_group_fails_at_once(form: Form) -> None:
+def test_wait_for_a_message_after_the_end_of_its_group_fails_at_once(form: Form) -> None:
     first, _ = form(2)
     message = torch.ones(1 << 20)
     receiving = first.recv(message, 1, async_op=True)

@@ -22,7 +22,7 @@ def _signals(url: str, prefix: str) -> RedisStore:
     return RedisStore(url, prefix + ":signals", timeout=timedelta(seconds=60))
 
 
-def test_survivors_of_a_kill_are_out_at_once_and_form_the_next_group(
+def test_survivors_of_a_kill_fail_at_once_and_form_the_next_group(
     ranks: Ranks, redis_url: str, prefix: str
 ) -> None:
     members = ranks(3)
@@ -72,7 +72,7 @@ def test_a_forked_child_of_the_killed_rank_does_not_keep_its_connections_alive(
         os.kill(child, signal.SIGKILL)
 
 
-def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(
+def test_abort_frees_all_but_the_stopped_rank_which_fails_when_it_continues(
     ranks: Ranks, redis_url: str, prefix: str
 ) -> None:
     """The stopped rank does not answer, but its sockets stay open. Without the abort the others
@@ -105,7 +105,7 @@ def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(
     signals.close()
 
 
-def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_timeout(
+def test_peer_that_dies_while_connecting_delays_others_by_at_most_the_connect_timeout(
     ranks: Ranks, redis_url: str, prefix: str
 ) -> None:
     members = ranks(3)
@@ -125,7 +125,7 @@ def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_
         assert outcome["after_s"] < 30.0  # not the groups' timeout, 300 s
 
 
-def test_thirty_groups_made_and_aborted_leave_no_descriptor_and_no_thread(
+def test_thirty_groups_created_and_aborted_leave_no_descriptor_or_thread(
     ranks: Ranks, redis_url: str, prefix: str
 ) -> None:
     members = ranks(3)

@@ -56,7 +56,7 @@ def test_an_abort_ends_an_all_gather_and_its_future(
     assert not work.is_success()
 
 
-def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBackend]) -> None:
+def test_small_and_large_gathers_can_run_concurrently(group: list[GlooBackend]) -> None:
     handles, outputs = [], []
     for rank, backend in enumerate(group):
         for size in (1, _ELEMENTS, 3, 2 * _ELEMENTS + 1):
@@ -69,7 +69,7 @@ def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBacke
     assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))
 
 
-def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
+def test_connections_within_a_host_send_little_at_a_time(group: list[GlooBackend]) -> None:
     """A send call holds a lock for which Gloo's other thread spins
     (docs/explanation/backends.md#gloo-faster-collectives)."""
     sockets = [
@@ -91,7 +91,7 @@ def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooB
     assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))
 
 
-def test_outputs_of_another_size_are_refused(group: list[GlooBackend]) -> None:
+def test_outputs_of_the_wrong_size_are_refused(group: list[GlooBackend]) -> None:
     outputs = [torch.empty(_ELEMENTS) for _ in group[1:]] + [torch.empty(_ELEMENTS + 1)]
     with pytest.raises(RuntimeError, match="invalid tensor size"):
         group[0].process_group.allgather([outputs], [torch.ones(_ELEMENTS)], AllgatherOptions())

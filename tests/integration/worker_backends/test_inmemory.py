@@ -54,7 +54,7 @@ def test_launch_returns_the_results_by_rank() -> None:
     assert launch(lambda factor: factor * dist.get_rank(), 10, world_size=3) == [0, 10, 20]
 
 
-def test_the_process_is_as_before_when_the_ranks_have_ended() -> None:
+def test_process_is_unchanged_when_the_ranks_have_ended() -> None:
     world, hook, mesh = c10d._world, sys.excepthook, dist.device_mesh.DeviceMesh.__init__
     torch.manual_seed(3)
     expected = torch.Generator().manual_seed(3)
@@ -68,7 +68,7 @@ def test_the_process_is_as_before_when_the_ranks_have_ended() -> None:
     assert torch.equal(torch.rand(2), torch.rand(2, generator=expected))
 
 
-def test_launches_do_not_see_each_other() -> None:
+def test_launches_are_isolated_from_each_other() -> None:
     def outer() -> tuple[int, list[int]]:
         return dist.get_world_size(), launch(dist.get_world_size, world_size=3)
 
@@ -77,7 +77,7 @@ def test_launches_do_not_see_each_other() -> None:
         assert [one.result() for one in both] == [[(2, [3, 3, 3])] * 2] * 2
 
 
-def test_each_rank_has_random_generators_of_its_own() -> None:
+def test_each_rank_has_its_own_random_generators() -> None:
     def draw() -> list[float]:
         rank = dist.get_rank()
         torch.manual_seed(rank)
@@ -177,7 +177,7 @@ def test_threads_that_a_rank_starts_see_its_world() -> None:
         ({"world_size": 2, "timeout": timedelta(0)}, r"timeout=0:00:00\): expected more than 0 s"),
     ],
 )
-def test_what_launch_cannot_do_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_launches_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         launch(lambda: None, **arguments)
 
@@ -203,7 +203,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named() -> None:
     assert seen == ["rank 2 failed: KeyError: 'broken'"] * 3
 
 
-def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
+def test_failing_rank_ends_groups_that_it_is_not_in() -> None:
     def be_rank() -> None:
         group = dist.new_group([0, 1])
         if dist.get_rank() == 2:
@@ -256,7 +256,7 @@ def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
     ],
     ids=["kind", "size", "dtype", "op", "root", "part"],
 )
-def test_collectives_that_do_not_fit_together_raise_on_all_ranks_and_name_both(
+def test_mismatched_collectives_raise_on_all_ranks_and_name_both(
     first: Callable[[], Any], second: Callable[[], Any], words: list[str]
 ) -> None:
     for received in _unmatched(first, second):
@@ -289,7 +289,7 @@ def test_collectives_on_two_groups_in_opposite_order_are_reported_at_once() -> N
         launch(be_rank, world_size=2)
 
 
-def test_a_message_of_another_size_ends_both_ranks() -> None:
+def test_message_of_the_wrong_size_ends_both_ranks() -> None:
     def receive() -> None:
         dist.recv(torch.empty(3), 0)
 
@@ -303,7 +303,7 @@ def test_a_message_of_another_size_ends_both_ranks() -> None:
     )
 
 
-def test_a_rank_that_returns_early_is_named_by_those_who_wait_for_it() -> None:
+def test_rank_that_returns_early_is_named_by_those_that_wait_for_it() -> None:
     def be_rank() -> None:
         if dist.get_rank() != 1:
             dist.all_reduce(torch.ones(1))
@@ -312,7 +312,7 @@ def test_a_rank_that_returns_early_is_named_by_those_who_wait_for_it() -> None:
         launch(be_rank, world_size=3)
 
 
-def test_what_a_rank_has_given_before_it_left_still_counts() -> None:
+def test_contributions_of_a_departed_rank_still_count() -> None:
     def be_rank() -> float:
         total, message = torch.ones(1), torch.zeros(1)
         work = dist.all_reduce(total, async_op=True)
@@ -345,7 +345,7 @@ def test_a_rank_that_keeps_its_turn_is_named_at_the_deadline() -> None:
         launch(be_rank, world_size=3, timeout=_SHORT)
 
 
-def test_a_rank_that_never_ends_is_left_to_itself_and_named() -> None:
+def test_rank_that_never_ends_is_abandoned_and_named() -> None:
     released = threading.Event()
 
     def be_rank() -> None:
@@ -402,7 +402,7 @@ def test_an_abort_ends_a_waiting_rank_with_its_reason() -> None:
         backends[0].barrier()
 
 
-def test_a_wait_ends_at_its_deadline_and_says_where_the_others_are() -> None:
+def test_wait_ends_at_its_deadline_and_names_the_positions_of_the_others() -> None:
     backends = _form(3, timeout=_SHORT)
     backends[1].all_reduce(torch.ones(4), async_op=True)
     with pytest.raises(
@@ -412,7 +412,7 @@ def test_a_wait_ends_at_its_deadline_and_says_where_the_others_are() -> None:
         backends[0].all_reduce(torch.ones(4))
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_absent_ranks_are_named() -> None:
     with pytest.raises(
         DeadlineError,
         match=r"3 in-memory ranks took longer than connect_timeout=0\.2 s: ranks \[0, 2\] did not "
@@ -423,7 +423,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
         )
 
 
-def test_a_rank_that_comes_from_another_process_is_refused() -> None:
+def test_rank_from_another_process_is_refused() -> None:
     store = dist.HashStore()
     store.set("room", "1-0123")
     with pytest.raises(
@@ -434,7 +434,7 @@ def test_a_rank_that_comes_from_another_process_is_refused() -> None:
         InMemoryBackend().initialize(rank=0, world_size=1, store=store)
 
 
-def test_groups_can_be_made_anew_over_one_store() -> None:
+def test_groups_can_be_recreated_over_one_store() -> None:
     store = dist.HashStore()
 
     def cycle(rank: int) -> float:
@@ -451,7 +451,7 @@ def test_groups_can_be_made_anew_over_one_store() -> None:
     assert _together(cycle, 2) == [6.0, 6.0]
 
 
-def test_reductions_go_by_rank() -> None:
+def test_reductions_are_in_rank_order() -> None:
     backends = _form(4)
     values = [1e8, 1.0, -1e8, 1.0]
     totals = [torch.tensor([value]) for value in values]

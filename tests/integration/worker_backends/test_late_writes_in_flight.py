@@ -54,21 +54,21 @@ def check_that_nothing_was_late(found: list[dict[str, Any]]) -> None:
         assert one["next_s"] < _TIMEOUT_S / 2
 
 
-def test_shoals_groups_formed_again_by_hand_write_nothing_late(tmp_path: Path) -> None:
+def test_shoal_groups_formed_again_by_hand_write_nothing_late(tmp_path: Path) -> None:
     check_that_nothing_was_late(rounds("shoal", tmp_path))
 
 
 @needs_api
-def test_shoals_groups_reconfigured_write_nothing_late(tmp_path: Path) -> None:
+def test_reconfigured_shoal_groups_write_nothing_late(tmp_path: Path) -> None:
     check_that_nothing_was_late(rounds("shoal-reconfigure", tmp_path))
 
 
-def test_the_rounds_find_what_torchs_groups_write_late(tmp_path: Path) -> None:
+def test_rounds_find_late_writes_of_torchs_groups(tmp_path: Path) -> None:
     assert all(one["changed"] and one["silent"] for one in rounds("gloo", tmp_path))
 
 
 @needs_api
-def test_the_pages_script_shows_late_writes(tmp_path: Path) -> None:
+def test_script_of_the_page_shows_late_writes(tmp_path: Path) -> None:
     (script,) = (block for block in blocks_of(PAGE) if "late_write.py" in block.title)
     (tmp_path / "late_write.py").write_text(script.text)
     ran = subprocess.run(

@@ -23,13 +23,13 @@ def outcomes(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 
 
 @pytest.mark.parametrize("check", MPI_CHECKS)
-def test_on_mpi(outcomes: list[dict[str, str | None]], check: str) -> None:
+def test_mpi_backend_passes_each_check(outcomes: list[dict[str, str | None]], check: str) -> None:
     for rank, outcome in enumerate(outcomes):
         failure = outcome.get(check, "an earlier check failed")
         assert failure is None, f"rank {rank}: {failure}"
 
 
-def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_missing(monkeypatch, "mpi4py")
     with pytest.raises(
         ConfigurationError,

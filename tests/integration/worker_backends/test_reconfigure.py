@@ -73,18 +73,18 @@ def test_ranks_leave_and_return(begin: Callable[..., list[Rank]]) -> None:
     check_shrinking_and_growing(results(begin("shrink_and_grow", 3)))
 
 
-def test_ranks_may_meet_at_redis(begin: Callable[..., list[Rank]], redis_url: str) -> None:
+def test_ranks_can_rendezvous_at_redis(begin: Callable[..., list[Rank]], redis_url: str) -> None:
     check_shrinking_and_growing(results(begin("shrink_and_grow", 3, url=redis_url)))
 
 
 def test_ranks_reconfigure_twice_in_a_row_and_as_a_set(begin: Callable[..., list[Rank]]) -> None:
-    found = results(begin("again_and_again", 2))
+    found = results(begin("reconfigure_twice", 2))
     assert [one[0] for one in found] == [[0, 2, 3.0], [1, 2, 3.0]]
     assert sorted(one[1] for one in found) == [[0, 2, 3.0], [1, 2, 3.0]]
     assert sorted(one[2] for one in found) == [[0, 2.0], [1, 1.0]]
 
 
-def test_what_a_collective_in_flight_left_behind_is_not_written_when_a_stopped_rank_continues(
+def test_collective_left_in_flight_by_a_stopped_rank_writes_nothing_after_a_reconfigure(
     begin: Callable[..., list[Rank]], server: dist.TCPStore
 ) -> None:
     ranks = begin("leave_in_flight", 3)
@@ -106,10 +106,10 @@ def test_what_a_collective_in_flight_left_behind_is_not_written_when_a_stopped_r
     assert late["found"] == [2, 3, 6.0]
 
 
-def test_a_dead_ranks_handle_fails_the_reconfigure_and_the_next_one_does_without_it(
+def test_handle_of_a_dead_rank_fails_the_reconfigure_and_the_next_one_omits_it(
     begin: Callable[..., list[Rank]],
 ) -> None:
-    ranks = begin("meet_a_dead_rank", 3)
+    ranks = begin("include_a_dead_rank", 3)
     for rank in ranks:
         rank.event("summing")
     ranks[2].end()
@@ -121,21 +121,21 @@ def test_a_dead_ranks_handle_fails_the_reconfigure_and_the_next_one_does_without
         assert found["found"] == [number, 2, 3.0]
 
 
-def test_ranks_go_on_after_a_collectives_timeout(begin: Callable[..., list[Rank]]) -> None:
-    found = results(begin("run_into_the_timeout", 2))
+def test_ranks_continue_after_the_timeout_of_a_collective(begin: Callable[..., list[Rank]]) -> None:
+    found = results(begin("exceed_the_timeout", 2))
     assert found[0]["failure"]
     assert [one["found"] for one in found] == [[0, 2, 3.0], [1, 2, 3.0]]
 
 
 def test_an_abort_ends_a_collective_and_a_reconfigure(begin: Callable[..., list[Rank]]) -> None:
-    found = results(begin("abort_and_go_on", 2))
+    found = results(begin("abort_and_continue", 2))
     assert "was aborted" in found[0]["aborted"]
     assert "was aborted" in found[0]["waiting"]
     assert [one["found"] for one in found] == [[0, 2, 3.0], [1, 2, 3.0]]
 
 
-def test_impossible_calls_leave_the_group_as_it_is(begin: Callable[..., list[Rank]]) -> None:
-    for number, (used, foreign, twice, found) in enumerate(results(begin("be_refused", 2))):
+def test_invalid_calls_leave_the_group_unchanged(begin: Callable[..., list[Rank]]) -> None:
+    for number, (used, foreign, twice, found) in enumerate(results(begin("make_invalid_calls", 2))):
         assert "already used" in used
         assert "that of this process" in foreign
         assert "expected distinct handles" in twice
@@ -143,12 +143,12 @@ def test_impossible_calls_leave_the_group_as_it_is(begin: Callable[..., list[Ran
 
 
 @needs_api
-def test_ddp_averages_over_the_ranks_that_there_are(begin: Callable[..., list[Rank]]) -> None:
+def test_ddp_averages_over_the_present_ranks(begin: Callable[..., list[Rank]]) -> None:
     assert results(begin("average_with_ddp", 3)) == [[3.0], [3.0], []]
 
 
 @needs_api
-def test_a_group_that_was_not_asked_to_be_reconfigurable_says_so(redis_url: str) -> None:
+def test_group_created_without_reconfiguration_reports_no_support(redis_url: str) -> None:
     torchs: Any = dist
     store = RedisStore(redis_url, "plain")
     dist.init_process_group("shoal_gloo", store=store, rank=0, world_size=1)

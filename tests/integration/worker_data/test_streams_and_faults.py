@@ -39,7 +39,7 @@ def script(directory: Path, kind: str, pause: float, workers: int) -> Path:
     return path
 
 
-def test_with_data_workers_a_worker_killed_within_its_shards_and_one_that_joins_change_nothing(
+def test_worker_killed_within_its_shards_and_a_joiner_change_nothing_with_data_workers(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     (tmp_path / "alone").mkdir()
@@ -97,7 +97,7 @@ print(f"sums {found['sum']:.0f} {found['items']:.0f}", flush=True)
 """
 
 
-def test_a_worker_killed_within_an_evaluation_of_shards_counts_no_item_twice_and_loses_none(
+def test_worker_killed_during_an_evaluation_of_shards_neither_doubles_nor_loses_an_item(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     computed = tmp_path / "computed"
@@ -137,7 +137,7 @@ print(
 """
 
 
-def test_a_rank_with_a_long_shard_is_waited_for_though_that_takes_longer_than_a_collective_may(
+def test_rank_with_a_long_shard_is_awaited_beyond_the_timeout_of_a_collective(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     path = tmp_path / "uneven.py"

@@ -14,14 +14,14 @@ from torch import nn
 logging.basicConfig(level=logging.INFO)
 torch.set_num_threads(1)
 output, when = Path(os.environ["OUTPUT"]), os.environ["WHEN"]
-heard = []
+signals = []
 if when == "before":
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 elif when == "ignored":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 shoal.init()
 if when == "after":
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
 net = nn.Linear(2, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 loader = shoal.ElasticDataLoader(
@@ -39,5 +39,5 @@ for _ in loader.epochs(10**6):
             break
     if loader.global_step >= last:
         break
-received = {"heard": heard, "steps": loader.global_step}
+received = {"signals": signals, "steps": loader.global_step}
 (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(received))

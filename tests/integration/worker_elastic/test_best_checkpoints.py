@@ -12,7 +12,7 @@ from tests.zygote.children import Zygote, eventually
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "zero2"])
-def test_a_death_and_a_joiner_do_not_replace_the_best_checkpoint_by_a_worse_one(
+def test_death_and_joiner_do_not_replace_the_best_checkpoint_with_a_worse_one(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     """Step 10 is the best. The worker that saved it is killed after that step, and another one

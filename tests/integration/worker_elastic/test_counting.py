@@ -38,7 +38,7 @@ def one_replaced(zygote: Zygote, directory: Path, **environment: str) -> Iterato
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_repeats_none(
+def test_every_n_steps_neither_skips_nor_repeats_a_step_after_a_kill_and_a_replacement(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with one_replaced(zygote, tmp_path, COUNT="every_steps", STRATEGY=strategy) as running:
@@ -66,7 +66,7 @@ def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_rep
         ("plain save, enumerate", "zero2", "save_checkpoint"),
     ],
 )
-def test_a_count_of_the_scripts_own_ends_in_one_clear_error_at_once_which_names_the_remedy(
+def test_scripts_own_counter_ends_the_run_at_once_with_one_error_that_names_the_remedy(
     zygote: Zygote, tmp_path: Path, count_by: str, strategy: str, operation: str
 ) -> None:
     """The error comes before the collective's timeout, whose default is 300 s: this worker has less

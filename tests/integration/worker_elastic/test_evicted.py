@@ -32,7 +32,7 @@ print("the end of the script", flush=True)
 """
 
 
-def test_a_worker_that_stalled_past_its_lease_ends_with_the_status_of_an_evicted_one_and_one_line(
+def test_worker_that_stalled_past_its_lease_exits_as_evicted_with_one_line(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS="2", MICRO="1", max_workers=2, lease_ms=3000) as running:
@@ -56,7 +56,7 @@ def test_a_worker_that_stalled_past_its_lease_ends_with_the_status_of_an_evicted
         assert "for its launcher to restart it" in line
 
 
-def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(
+def test_script_that_swallows_its_own_eviction_does_not_end_well(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     script = tmp_path / "swallows.py"

@@ -86,7 +86,7 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
 
 
 @pytest.mark.parametrize("step", [15, 20])
-def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(
+def test_rank_in_doubt_of_a_step_committed_by_its_peers_applies_it_too(
     three: Cluster, fault_free: dict[str, Any], step: int
 ) -> None:
     """Step 20 is the last of an epoch."""
@@ -98,7 +98,7 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(
     check_same_run(results, fault_free, three)
 
 
-def test_a_step_that_one_rank_never_prepared_is_lost_on_all(
+def test_step_that_one_rank_never_prepared_is_aborted_on_all(
     three: Cluster, fault_free: dict[str, Any]
 ) -> None:
     three.start(0)
@@ -109,7 +109,7 @@ def test_a_step_that_one_rank_never_prepared_is_lost_on_all(
     check_same_run(results, fault_free, three)
 
 
-def test_two_workers_killed_in_one_step_leave_the_third_to_finish(
+def test_third_worker_finishes_after_two_are_killed_in_one_step(
     three: Cluster, fault_free: dict[str, Any]
 ) -> None:
     three.start(0)
@@ -118,7 +118,7 @@ def test_two_workers_killed_in_one_step_leave_the_third_to_finish(
     check_same_run(three.finish(0), fault_free, three)
 
 
-def test_a_worker_killed_while_the_others_re_form_is_left_out_too(
+def test_worker_killed_while_the_others_re_form_is_excluded_too(
     three: Cluster, fault_free: dict[str, Any]
 ) -> None:
     three.start(0)
@@ -127,7 +127,7 @@ def test_a_worker_killed_while_the_others_re_form_is_left_out_too(
     check_same_run(three.finish(0), fault_free, three)
 
 
-def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
+def test_replacement_receives_the_state_from_its_peers_and_continues(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
@@ -151,7 +151,7 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
         ("session.at_boundary@1=kill", ""),
     ],
 )
-def test_a_join_that_fails_half_way_leaves_the_others_whole(
+def test_failed_join_leaves_the_others_unharmed(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str
 ) -> None:
     with cluster(
@@ -171,7 +171,7 @@ def test_a_join_that_fails_half_way_leaves_the_others_whole(
 @pytest.mark.parametrize(
     "failpoint", ["session.before_apply@15=stop", "session.after_commit@20=hang"]
 )
-def test_a_worker_that_hangs_is_evicted_and_the_others_go_on(
+def test_hung_worker_is_evicted_and_the_others_continue(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
 ) -> None:
     # A stopped process loses its lease; a process whose heartbeats continue is found by its peers'
@@ -207,7 +207,7 @@ def test_sigterm_drains_a_worker_at_a_step_boundary_without_a_lost_step(
         check_same_run(results, fault_free, running)
 
 
-def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_when_it_is_back(
+def test_training_continues_without_the_coordinator_and_membership_updates_on_its_return(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
@@ -264,7 +264,7 @@ def test_a_stopped_job_ends_its_loops_at_one_step_boundary(three: Cluster) -> No
     assert results[0]["steps"] < STEPS
 
 
-def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(
+def test_survivors_agree_and_every_sample_counts_once_without_micro_batches(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS)) as running:
@@ -303,7 +303,7 @@ def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(
     assert {tuple(r["lr"]) for r in results} == {tuple(fault_free["lr"])}
 
 
-def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_checkpoint(
+def test_replacement_starts_from_the_checkpoint_when_all_holders_of_the_state_are_gone(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(
@@ -322,7 +322,7 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
         assert result["digest"] == fault_free["digest"]
 
 
-def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_step(
+def test_replacements_of_all_workers_resume_together_from_the_last_step_of_an_epoch(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     """The checkpoint was saved within the loop, so the operations at the end of the epoch, in which
@@ -349,7 +349,7 @@ def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_
     assert {r["epochs_scheduled"] for r in results} == {fault_free["epochs_scheduled"]}
 
 
-def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_step_0_and_says_so(
+def test_replacement_without_state_may_restart_at_step_0_if_allowed_and_reports_it(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     """The replacement repeats the full run from the initial weights."""
@@ -373,9 +373,7 @@ def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_st
         assert (committed[0], len(committed)) == ((0, 0), STEPS)
 
 
-def test_a_script_that_exits_with_a_status_other_than_0_has_failed(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_script_that_exits_with_a_nonzero_status_has_failed(zygote: Zygote, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, shoal\nshoal.init()\nsys.exit(eval(os.environ['STATUS']))")
     with cluster(zygote, tmp_path, script=script) as running:

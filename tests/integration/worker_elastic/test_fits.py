@@ -12,7 +12,7 @@ from tests.zygote.children import Zygote
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "zero2"])
-def test_a_fit_in_which_a_rank_is_killed_ends_as_one_ranks_fit(
+def test_fit_with_a_killed_rank_ends_like_the_fit_of_one_rank(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     (alone,) = shoal.launch(fitted.fit, strategy, world_size=1)

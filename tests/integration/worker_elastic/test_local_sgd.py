@@ -95,14 +95,14 @@ def test_ranks_end_as_replicas_in_one_process(
     assert [differences(result[name], expected) for result in results] == [{}] * world
 
 
-def test_an_average_in_each_step_of_plain_sgd_is_ddp(
+def test_averaging_plain_sgd_in_each_step_equals_ddp(
     ranks: tuple[int, list[dict[str, Any]]],
 ) -> None:
     expected = whole_batches(RECIPES["each_step"])
     assert [differences(result["each_step"], expected) for result in ranks[1]] == [{}] * ranks[0]
 
 
-def test_bytes_are_sent_at_a_rounds_end_alone(ranks: tuple[int, list[dict[str, Any]]]) -> None:
+def test_bytes_are_sent_only_at_the_end_of_a_round(ranks: tuple[int, list[dict[str, Any]]]) -> None:
     parameters = sum(p.numel() * p.element_size() for p in RECIPES["momentum"].net().parameters())
     control = (CONTROL_LENGTH + 1) * 8  # plus the weight of the rank's samples
     for result in ranks[1]:
@@ -113,7 +113,7 @@ def test_bytes_are_sent_at_a_rounds_end_alone(ranks: tuple[int, list[dict[str, A
 
 
 @pytest.mark.parametrize("recipe", ["statistics", "micro_batches"])
-def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
+def test_round_whose_average_reached_nobody_is_repeated_from_its_start(
     zygote: Zygote, tmp_path: Path, recipe: str
 ) -> None:
     lose = "reduction.completed@2=lose"
@@ -138,7 +138,7 @@ def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
     ("failpoint", "evaluates"),
     [("session.after_commit@4=kill", ""), ("session.in_operation@9=kill", "1")],
 )
-def test_a_rank_killed_inside_of_a_round_leaves_the_others_to_do_all_of_it_again(
+def test_round_with_a_killed_rank_is_repeated_entirely_by_the_others(
     zygote: Zygote, tmp_path: Path, failpoint: str, evaluates: str
 ) -> None:
     results = run(zygote, tmp_path, "plain", ["", failpoint, ""], (0, 2), EVALUATE=evaluates)
@@ -146,7 +146,7 @@ def test_a_rank_killed_inside_of_a_round_leaves_the_others_to_do_all_of_it_again
     assert [differences(r, simulate(RECIPES["plain"], 3, then=(3, 2))) for r in results] == [{}, {}]
 
 
-def test_what_is_evaluated_or_saved_inside_of_a_round_is_the_ranks_mean_and_changes_nothing(
+def test_evaluations_and_saves_within_a_round_use_the_ranks_mean_and_change_nothing(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     recipe = RECIPES["momentum"]
@@ -178,7 +178,7 @@ def test_what_is_evaluated_or_saved_inside_of_a_round_is_the_ranks_mean_and_chan
     )
 
 
-def test_workers_come_and_go_at_the_ends_of_rounds(zygote: Zygote, tmp_path: Path) -> None:
+def test_workers_join_and_leave_at_the_ends_of_rounds(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(
         zygote,
         tmp_path,

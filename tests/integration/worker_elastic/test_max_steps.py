@@ -19,7 +19,7 @@ def counts(running: Cluster) -> list[tuple[int, int]]:
     return [(epoch.once, epoch.repeated) for epoch in audit(running.records).epochs]
 
 
-def test_a_kill_and_a_join_change_neither_the_number_of_steps_nor_what_they_give(
+def test_kill_and_join_change_neither_the_number_of_steps_nor_their_result(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     for name in ("alone", "killed"):
@@ -45,7 +45,7 @@ def test_a_kill_and_a_join_change_neither_the_number_of_steps_nor_what_they_give
     assert {result["epochs_scheduled"] for result in results} == {alone["epochs_scheduled"]}
 
 
-def test_the_last_step_that_a_death_aborts_is_taken_again(zygote: Zygote, tmp_path: Path) -> None:
+def test_last_step_aborted_by_a_death_is_taken_again(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, **OPTIONS) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS=f"session.before_apply@{STEPS}=kill")
@@ -56,7 +56,7 @@ def test_the_last_step_that_a_death_aborts_is_taken_again(zygote: Zygote, tmp_pa
         assert counts(running) == [(480, 0), (480, 0), (5 * 48, 0)]
 
 
-def test_a_run_that_is_resumed_with_more_steps_goes_on_within_the_epoch(
+def test_resumed_run_with_more_steps_continues_within_the_epoch(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     """The run ends like one that was not interrupted."""

@@ -66,7 +66,7 @@ def hybrid_of_four(
         pytest.param(signal.SIGTERM, "fsdp", marks=pytest.mark.matrix),
     ],
 )
-def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
+def test_remaining_rank_of_a_broken_replica_is_a_spare_until_a_joiner_completes_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, data_axis: str
 ) -> None:
     with hybrid_of_four(
@@ -96,7 +96,7 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 
 
 @pytest.mark.slow
-def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica_with_it(
+def test_rank_left_over_at_the_start_is_a_spare_until_a_joiner_completes_a_replica(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     settings = {
@@ -118,7 +118,7 @@ def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica
         check_same_run(results, alone, running)
 
 
-def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model_for_another(
+def test_survivor_of_a_death_in_the_first_step_keeps_the_entire_model_until_a_joiner_arrives(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     settings = {
@@ -181,7 +181,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("data_axis", ["fsdp"])
-def test_a_committed_step_counts_on_the_rank_of_a_mesh_that_missed_the_commit_all_reduce(
+def test_committed_step_counts_on_the_mesh_rank_that_missed_the_commit_all_reduce(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(
@@ -195,7 +195,7 @@ def test_a_committed_step_counts_on_the_rank_of_a_mesh_that_missed_the_commit_al
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "zero2", "fsdp"])
-def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
+def test_rank_that_missed_the_commit_all_reduce_applies_the_step_if_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     with hybrid_of_four(
@@ -209,7 +209,7 @@ def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_pe
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "fsdp"])
-def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
+def test_second_death_while_ranks_are_reassigned_loses_no_part_that_still_exists(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     """Worker 0 has one part. Worker 3, which is a spare in the generation that fails, has the
@@ -222,7 +222,7 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
 
 
 @pytest.mark.matrix
-def test_ranks_without_samples_learn_no_pass_that_was_lost(
+def test_ranks_without_samples_do_not_learn_the_passes_of_a_lost_step(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     """There are two micro-batches for four replicas, so two replicas repeat the passes of the
@@ -261,7 +261,7 @@ def test_replicas_on_several_hosts_learn_the_passes_together(
 
 
 @pytest.mark.matrix
-def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(
+def test_model_with_a_lost_part_goes_back_to_the_newest_checkpoint(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"

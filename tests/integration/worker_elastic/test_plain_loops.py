@@ -32,7 +32,7 @@ STEPS = 20
         ),
     ],
 )
-def test_the_batch_of_a_step_that_a_fault_hit_is_dropped_by_all_ranks_or_by_none(
+def test_batch_of_a_step_hit_by_a_fault_is_dropped_by_all_ranks_or_by_none(
     zygote: Zygote, tmp_path: Path, missed: str, killed: str, strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, STRATEGY=strategy) as running:

@@ -168,7 +168,7 @@ def test_another_replica_outlives_a_worker_killed_between_two_updates(
         ],
     ),
 )
-def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
+def test_rank_of_a_replica_that_lost_its_group_repeats_the_actions_of_its_peers(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
     with four(zygote, tmp_path, every, strategy, failpoint) as running:
@@ -178,7 +178,7 @@ def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
 @pytest.mark.parametrize(
     "strategy", ["tensor", pytest.param("hybrid_zero2", marks=pytest.mark.slow)]
 )
-def test_a_replica_that_is_made_whole_again_is_given_both_models(
+def test_completed_replica_receives_both_models(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str
 ) -> None:
     settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
@@ -201,7 +201,7 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
         ["reduction.completed@16", "several_models.prepared@10", "several_models.summed@10"],
     ),
 )
-def test_a_rank_that_lost_its_group_does_what_its_peers_did(
+def test_rank_that_lost_its_group_repeats_the_actions_of_its_peers(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
     """The step is committed for all ranks if the rank has received the commit all-reduce."""
@@ -210,7 +210,7 @@ def test_a_rank_that_lost_its_group_does_what_its_peers_did(
 
 @pytest.mark.parametrize("failpoint", ["step.summed@14=lose", "several_models.updated@10=kill"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
+def test_scale_used_by_an_undone_update_is_undone_too(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
     """Otherwise a rank that has made the update and a rank that has not would continue with
@@ -221,7 +221,7 @@ def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_replacement_is_given_both_models(
+def test_replacement_receives_both_models(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str
 ) -> None:
     with cluster(

@@ -56,7 +56,7 @@ def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running
 @pytest.mark.parametrize(
     "strategy", ["zero3", "fsdp", pytest.param("zero2", marks=pytest.mark.matrix)]
 )
-def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends_it(
+def test_committed_step_counts_although_a_peer_dies_before_the_script_ends_it(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
     """The gradients become available when the commit all-reduce completes. A forward pass without
@@ -80,7 +80,7 @@ def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends
         pytest.param("save", "ddp", marks=pytest.mark.matrix),
     ],
 )
-def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_commit_all_reduce_of_a_step(
+def test_advanced_objects_stay_equal_when_one_rank_misses_the_commit_all_reduce(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
 ) -> None:
     """State that is not registered: a scheduler, a moving average, a GradScaler, and a counter
@@ -94,7 +94,7 @@ def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_commit_all_
 @pytest.mark.parametrize(
     "shape", [pytest.param("flat", marks=pytest.mark.matrix), "scaler", "averaged"]
 )
-def test_a_joiner_gets_the_schedulers_and_scalers_that_nobody_registered(
+def test_joiner_receives_unregistered_schedulers_and_scalers(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str
 ) -> None:
     with cluster(
@@ -147,7 +147,7 @@ def newest_step(running: Cluster) -> int:
         pytest.param("ddp", "stop", marks=pytest.mark.matrix),
     ],
 )
-def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_step_boundary_and_save_together(
+def test_ranks_all_asked_to_leave_stop_at_one_step_boundary_and_save_together(
     zygote: Zygote, tmp_path: Path, strategy: str, shape: str
 ) -> None:
     """The script may save after the loop or in a `finally` around it."""
@@ -213,7 +213,7 @@ def test_a_stop_in_a_step_that_one_rank_misses_ends_all_at_one_step_boundary(
 
 
 @pytest.mark.parametrize("strategy", ["zero2"])
-def test_a_job_begun_again_after_a_preemption_takes_each_sample_once(
+def test_job_restarted_after_a_preemption_takes_each_sample_once(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
     with cluster(

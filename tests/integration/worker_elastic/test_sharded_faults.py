@@ -86,7 +86,7 @@ def alone_with_adafactor(
         pytest.param("fsdp", "session.after_commit@40=kill", marks=pytest.mark.matrix),
     ],
 )
-def test_a_death_costs_an_optimizer_of_whole_tensors_nothing(
+def test_death_costs_nothing_with_an_optimizer_of_unsharded_tensors(
     zygote: Zygote,
     tmp_path: Path,
     alone_with_adafactor: dict[str, Any],
@@ -103,7 +103,7 @@ def test_a_death_costs_an_optimizer_of_whole_tensors_nothing(
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.matrix), "fsdp"])
-def test_who_joins_gets_the_tensors_that_it_is_to_own_and_who_leaves_hands_them_on(
+def test_joiner_receives_the_tensors_it_will_own_and_a_leaving_rank_hands_its_own_over(
     zygote: Zygote, tmp_path: Path, alone_with_adafactor: dict[str, Any], strategy: str
 ) -> None:
     with cluster(
@@ -122,7 +122,7 @@ def test_who_joins_gets_the_tensors_that_it_is_to_own_and_who_leaves_hands_them_
         check_same_run(running.finish(0, 3), alone_with_adafactor, running)
 
 
-def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(
+def test_state_of_a_dead_replica_rank_survives_in_the_other_replica(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     with cluster(
@@ -137,7 +137,7 @@ def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_peer_has(
+def test_rank_that_missed_the_commit_all_reduce_applies_the_step_if_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:
@@ -149,7 +149,7 @@ def test_a_rank_that_missed_the_commit_all_reduce_of_a_step_applies_it_when_a_pe
         check_same_run(results, alone, running)
 
 
-def test_a_replacement_is_given_its_shards_and_a_drained_worker_leaves_its_own_behind(
+def test_replacement_receives_its_shards_and_a_drained_worker_leaves_its_own_behind(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
@@ -207,7 +207,7 @@ def test_a_worker_killed_while_writing_its_checkpoint_shard_leaves_the_previous_
     assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
-def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hold(
+def test_checkpoint_of_a_job_on_hold_does_not_wait_for_the_shard_of_a_dead_rank(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     """No generation forms without the dead rank, because too few are left."""
@@ -250,7 +250,7 @@ def kill_two_neighbours(running: Cluster, moment: str) -> None:
         running.signal(index, signal.SIGKILL)
 
 
-def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(
+def test_simultaneous_death_of_two_neighbours_is_a_loss_that_is_named(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(
@@ -274,7 +274,7 @@ def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(
     "moment",
     ["session.before_apply@15", pytest.param("session.after_commit@15", marks=pytest.mark.matrix)],
 )
-def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpoint(
+def test_simultaneous_death_of_two_neighbours_returns_the_run_to_the_newest_checkpoint(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], moment: str
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -300,7 +300,7 @@ def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpo
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
-def test_the_whole_state_is_that_of_one_process_and_can_be_put_back(
+def test_full_state_matches_one_process_and_can_be_loaded_again(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(

@@ -11,32 +11,32 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).parent / "handles_sigterm.py"
 
 
-def test_a_handler_that_was_set_before_is_called_and_the_worker_leaves(
+def test_previously_installed_handler_is_called_and_the_worker_leaves(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="before") as running:
         running.start(0)
         (received,) = running.finish(0)  # otherwise it trains for a million epochs
-    assert received["heard"] == [signal.SIGTERM]
+    assert received["signals"] == [signal.SIGTERM]
     assert received["steps"] >= 4
 
 
-def test_a_handler_that_was_set_after_is_warned_of(zygote: Zygote, tmp_path: Path) -> None:
+def test_handler_installed_later_is_warned_of(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="after") as running:
         running.start(0)
         (received,) = running.finish(0)
         said = running.workers[0].said()
-    assert received == {"heard": [signal.SIGTERM], "steps": 10}
+    assert received == {"signals": [signal.SIGTERM], "steps": 10}
     assert said.count("does not notice that it must leave") == 1
 
 
-def test_a_script_that_ignores_the_signal_is_warned_and_goes_on(
+def test_script_that_ignores_the_signal_is_warned_and_continues(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="ignored") as running:
         running.start(0)
         (received,) = running.finish(0)
         said = running.workers[0].said()
-    assert received == {"heard": [], "steps": 10}
+    assert received == {"signals": [], "steps": 10}
     assert said.count("does not notice that it must leave") == 1
     assert "the script ignores SIGTERM" in said

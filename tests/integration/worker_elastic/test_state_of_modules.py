@@ -16,7 +16,7 @@ STEPS = 20
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "hsdp"])
-def test_a_lost_step_and_a_joiner_leave_what_a_step_changes_as_without_faults(
+def test_module_state_after_a_lost_step_and_a_join_is_that_without_faults(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(

@@ -20,7 +20,7 @@ def same_end(results: list[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Relay]]:
+def third_receives_nothing(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Relay]]:
     """Starts three workers, and then blocks the coordinator's messages to the third."""
     with (
         cluster(zygote, directory, EPOCHS="4", MICRO="1") as running,
@@ -34,10 +34,10 @@ def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Re
         yield running, line
 
 
-def test_a_member_that_hears_of_the_stop_late_ends_at_the_step_boundary_of_the_others(
+def test_member_that_receives_the_stop_late_ends_at_the_step_boundary_of_the_others(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    with third_is_deaf(zygote, tmp_path) as (running, line):
+    with third_receives_nothing(zygote, tmp_path) as (running, line):
         running.client.stop_job("job", reason="test")
         eventually(
             lambda: len(list(running.output.glob("*.json"))) == 3,
@@ -50,7 +50,7 @@ def test_a_member_that_hears_of_the_stop_late_ends_at_the_step_boundary_of_the_o
 def test_a_death_while_the_job_stops_lets_the_others_end_at_one_step_boundary(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    with third_is_deaf(zygote, tmp_path) as (running, line):
+    with third_receives_nothing(zygote, tmp_path) as (running, line):
         running.signal(0, signal.SIGKILL)
         running.client.stop_job("job", reason="test")
         eventually(lambda: running.job().generation.number == 2, "the generation without the dead")
@@ -68,7 +68,7 @@ def test_a_death_while_the_job_stops_lets_the_others_end_at_one_step_boundary(
     ],
     ids=["drain", "stop"],
 )
-def test_a_member_that_is_to_leave_before_its_first_state_is_complete_ends_well(
+def test_member_asked_to_leave_before_its_first_state_is_complete_ends_well(
     zygote: Zygote, tmp_path: Path, ask: Callable[[Cluster], object]
 ) -> None:
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="4", MICRO="1") as running:
@@ -79,7 +79,7 @@ def test_a_member_that_is_to_leave_before_its_first_state_is_complete_ends_well(
         assert running.workers[0].wait() == 0, running.workers[0].said()
 
 
-def test_a_joiner_after_the_last_step_ends_without_reporting_a_model_that_it_never_got(
+def test_joiner_after_the_last_step_ends_without_reporting_a_model_it_never_received(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(
@@ -98,7 +98,7 @@ def test_a_joiner_after_the_last_step_ends_without_reporting_a_model_that_it_nev
 
 
 @pytest.mark.parametrize("waits_for", ["the coordinator", "others"])
-def test_a_member_that_is_asked_to_leave_before_it_has_a_rank_ends_well(
+def test_member_asked_to_leave_before_it_has_a_rank_ends_well(
     zygote: Zygote, tmp_path: Path, waits_for: str
 ) -> None:
     with (

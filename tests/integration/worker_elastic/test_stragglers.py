@@ -71,7 +71,7 @@ def test_a_slow_rank_gets_fewer_micro_batches_before_and_after_a_death(
         assert eventually(lambda: share_with(2), "micro-batches dealt by speed again") <= 0.7
 
 
-def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs_and_as_an_event(
+def test_rank_that_works_longer_than_the_others_is_named_in_status_logs_and_an_event(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     script = tmp_path / "slower.py"

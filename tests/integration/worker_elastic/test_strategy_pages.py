@@ -19,7 +19,7 @@ def examples(strategy: str) -> list[str]:
     )
 
 
-def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(
+def test_every_strategy_has_a_page_in_the_table_with_an_example(
     subtests: pytest.Subtests,
 ) -> None:
     table = (PAGES / "README.md").read_text()

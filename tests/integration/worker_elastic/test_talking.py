@@ -30,7 +30,7 @@ QUICK = {("all_reduce", "in_operation"), ("broadcast", "after_operation")}
         for place in ("in_operation", "after_operation")
     ],
 )
-def test_a_rank_that_is_killed_on_the_way_leaves_the_others_with_one_answer(
+def test_rank_killed_during_a_collective_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
     """Rank 0, whose value is broadcast, is killed after the fifth step. With after_operation it has

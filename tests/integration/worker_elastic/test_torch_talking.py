@@ -30,7 +30,7 @@ QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
         for place in ("in_operation", "after_operation")
     ],
 )
-def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_one_answer(
+def test_rank_killed_during_a_series_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
     """Rank 0, the root, is killed after the fifth step. With after_operation it has already
@@ -57,9 +57,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_
     }
 
 
-def test_a_rank_that_joins_is_in_the_series_of_the_steps_that_it_takes(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_joining_rank_takes_part_in_the_series_of_its_steps(zygote: Zygote, tmp_path: Path) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, min_workers=2, join_grace_ms=0) as running:
         running.start(0)
         running.start(1)

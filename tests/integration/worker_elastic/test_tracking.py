@@ -16,9 +16,7 @@ STEPS = 20
 KILLED = 7
 
 
-def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_next_rank_continues_when_the_writing_one_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     places = {"TRACKED": str(tmp_path / "runs"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
     with (
         receiver() as received,
@@ -67,7 +65,7 @@ def assert_traced(received: Receiver, survivors: tuple[str, ...]) -> None:
     assert len({resource["shoal.run"] for resource in received.resources()}) == 1
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(
+def test_run_resumed_from_a_checkpoint_records_no_step_twice(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     """All workers are killed two steps after a checkpoint, and new workers redo those two steps."""

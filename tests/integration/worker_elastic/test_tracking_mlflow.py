@@ -34,7 +34,7 @@ def once(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return kept
 
 
-def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_is_killed(
+def test_next_rank_continues_the_mlflow_run_when_the_writing_one_is_killed(
     zygote: Zygote, tmp_path: Path, store: Path
 ) -> None:
     with cluster(
@@ -70,7 +70,7 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_mlflow_run(
+def test_run_resumed_from_a_checkpoint_continues_its_mlflow_run(
     zygote: Zygote, tmp_path: Path, store: Path
 ) -> None:
     """All workers are killed two steps after a checkpoint, and new workers redo those two steps
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_mlflow_run(
     assert set(steps) >= {1, *range(7, STEPS + 1)}
 
 
-def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: Path) -> None:
+def test_absent_tracking_server_stops_nobody(zygote: Zygote, tmp_path: Path) -> None:
     reserved = ReservedPort()
     away = {
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{reserved.port}",

@@ -27,7 +27,7 @@ def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("joins_at_step", [1, 4, 9])
-def test_a_joiner_gets_into_the_loop_in_which_its_peers_are(
+def test_joiner_enters_the_loop_of_its_peers(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joins_at_step: int
 ) -> None:
     with cluster(
@@ -45,7 +45,7 @@ def test_a_joiner_gets_into_the_loop_in_which_its_peers_are(
         assert {(e.once, e.repeated) for e in verdict.epochs if e.loader == "first"} == {(32, 0)}
 
 
-def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(
+def test_resumed_run_continues_with_the_second_loader_where_it_was(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     checkpoints = str(tmp_path / "checkpoints")
@@ -99,7 +99,7 @@ def test_a_checkpoint_damaged_on_the_disk_ends_the_run_with_one_clear_error(
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_deterministic_results_are_bitwise_those_of_any_other_world(
+def test_deterministic_results_are_bitwise_equal_for_any_world(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], world: int
 ) -> None:
     with cluster(zygote, tmp_path, max_workers=world, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
@@ -108,7 +108,7 @@ def test_deterministic_results_are_bitwise_those_of_any_other_world(
         assert running.finish(*range(world)) == [fault_free | {"world": world}] * world
 
 
-def test_a_look_at_a_batch_and_a_pass_ahead_of_the_loop_do_not_make_a_joiner_live(
+def test_peeked_batch_and_a_pass_before_the_loop_do_not_make_a_joiner_live(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(

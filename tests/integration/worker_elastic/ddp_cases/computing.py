@@ -160,7 +160,7 @@ class Averages(nn.Module):
 
 
 @case
-def buffers_that_are_assigned_anew(place: Place) -> State:
+def reassigned_buffers(place: Place) -> State:
     net = Averages()
     constant = net.constant.clone()
     trained = train(place, net, mse)
@@ -169,7 +169,7 @@ def buffers_that_are_assigned_anew(place: Place) -> State:
 
 
 @case
-def buffers_that_are_changed_behind_the_backward_pass(place: Place) -> State:
+def buffers_changed_behind_the_backward_pass(place: Place) -> State:
     """Each rank changes buffers by its own samples after the backward pass, as codebooks are
     updated, and only one rank changes a counter."""
     net = Averages()

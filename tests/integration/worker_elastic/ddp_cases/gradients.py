@@ -132,7 +132,7 @@ def an_unused_branch(place: Place, heads: tuple[int, int]) -> State:
 
 
 @case
-def a_branch_that_is_used_in_some_steps(place: Place) -> State:
+def a_branch_used_in_some_steps(place: Place) -> State:
     net = Branches()
     model, optimizer = place.distribute(net, torch.optim.AdamW(net.parameters(), 0.1))
     for number, (x, y) in enumerate(batches()):

@@ -64,7 +64,7 @@ def job(zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     coordinator.close()
 
 
-def test_peers_that_take_connections_are_distinguished_from_those_that_do_not(
+def test_reachable_peers_are_distinguished_from_unreachable_ones(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     there = StateDonor("127.0.0.1")
@@ -82,7 +82,7 @@ def test_peers_that_take_connections_are_distinguished_from_those_that_do_not(
     assert not caplog.records
 
 
-def test_a_backend_that_cannot_work_here_is_no_failure_to_try_again(redis_url: str) -> None:
+def test_unusable_backend_is_an_error_that_is_not_retried(redis_url: str) -> None:
     def make_backend() -> CommunicationBackend:
         raise ConfigurationError("backend='nccl': no CUDA device")
 
@@ -107,7 +107,7 @@ def test_a_backend_that_cannot_work_here_is_no_failure_to_try_again(redis_url: s
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
-def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> None:
+def test_two_members_that_cannot_reach_each_other_are_separated(job: Job) -> None:
     membership = joined(job)
     (b,) = job.start("b", host="h2")  # never comes to a group, and nothing listens at its address
     for number in (1, 2):
@@ -134,7 +134,7 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
         (LeaveReason.FAILED, False, False),
     ],
 )
-def test_a_group_is_asked_to_end_in_order_only_where_the_run_is_over_for_all(
+def test_group_ends_in_order_only_if_the_run_is_over_for_all(
     job: Job, reason: Any, alone: bool, asks: bool
 ) -> None:
     membership = joined(job)
@@ -149,7 +149,7 @@ def test_a_group_is_asked_to_end_in_order_only_where_the_run_is_over_for_all(
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
-def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_there(job: Job) -> None:
+def test_member_that_finishes_in_a_new_generation_stops_nobody_there(job: Job) -> None:
     membership = joined(job)
     link = membership.link
     (b,) = job.start("b")
@@ -169,7 +169,7 @@ def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_ther
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_in_a_stopping_job_a_failure_is_answered_by_a_generation_or_a_refusal(
+def test_failure_in_a_stopping_job_is_answered_by_a_generation_or_a_refusal(
     job: Job,
 ) -> None:
     membership = joined(job)
@@ -193,7 +193,7 @@ def test_in_a_stopping_job_a_failure_is_answered_by_a_generation_or_a_refusal(
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may_need_its_state(
+def test_draining_member_joins_the_generation_after_a_failure_that_may_need_its_state(
     job: Job,
 ) -> None:
     membership = joined(job)
@@ -233,7 +233,7 @@ def test_a_leave_does_not_hold_the_group_while_the_coordinator_is_away(
         membership.leave(LeaveReason.FINISHED)
 
 
-def test_a_coordinator_that_does_not_listen_yet_is_no_lost_connection(
+def test_coordinator_that_does_not_listen_yet_is_not_a_lost_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -251,7 +251,7 @@ def test_a_coordinator_that_does_not_listen_yet_is_no_lost_connection(
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_train_on(
+def test_member_whose_link_fails_by_its_own_fault_stops_training(
     job: Job,
 ) -> None:
     def broken(generation: Generation) -> None:
@@ -269,7 +269,7 @@ def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_trai
     link.leave(LeaveReason.FAILED)
 
 
-def test_a_member_that_is_to_leave_does_not_wait_for_a_slow_name_lookup() -> None:
+def test_leaving_member_does_not_wait_for_a_slow_name_lookup() -> None:
     looking, looked = threading.Event(), threading.Event()
 
     class SlowToExplain(CoordinatorClient):
@@ -324,7 +324,7 @@ def real_link(job: Job, member_id: str, **more: Any) -> CoordinatorLink:
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_a_rank_that_was_kept_out_is_evicted_when_the_run_ends_without_it(job: Job) -> None:
+def test_excluded_rank_is_evicted_when_the_run_ends_without_it(job: Job) -> None:
     b, c = job.start("b", "c")
     link = real_link(job, "a")
     for number in (1, 2):
@@ -346,7 +346,7 @@ def test_a_rank_that_was_kept_out_is_evicted_when_the_run_ends_without_it(job: J
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
-def test_a_collective_that_fails_before_a_boundary_is_reported_though_the_next_generation_is_known(
+def test_collective_failure_before_a_boundary_is_reported_even_if_the_next_generation_is_known(
     job: Job,
 ) -> None:
     link = real_link(job, "a")
@@ -366,7 +366,7 @@ def test_a_collective_that_fails_before_a_boundary_is_reported_though_the_next_g
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
+def test_wait_for_a_generation_continues_while_the_coordinator_is_away(
     job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.2)
@@ -397,7 +397,7 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_who_waits_for_a_coordinator_that_never_comes_back_gives_up_in_the_end(job: Job) -> None:
+def test_wait_for_a_coordinator_that_never_returns_is_eventually_given_up(job: Job) -> None:
     link = real_link(job, "a", away_limit=SECOND / 2)
     link.wait_generation(after=0, timeout=60 * SECOND)
     job.coordinator.kill()
@@ -407,7 +407,7 @@ def test_who_waits_for_a_coordinator_that_never_comes_back_gives_up_in_the_end(j
 
 
 @pytest.mark.parametrize("job", [(2, 2)], indirect=True)
-def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) -> None:
+def test_members_of_a_job_lost_by_the_coordinator_continue_in_it(job: Job) -> None:
     links = [real_link(job, name) for name in ("a", "b")]
     for link in links:
         link.wait_generation(after=0, timeout=60 * SECOND)
@@ -435,7 +435,7 @@ class Slower(CoordinatorClient):
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_member_restores_its_run_where_another_began_as_it_reported_the_job(
+def test_member_restores_its_run_if_another_began_while_it_reported_the_job(
     job: Job,
 ) -> None:
     settings = ChannelSettings(address=job.coordinator.address)
@@ -453,7 +453,7 @@ def test_a_member_restores_its_run_where_another_began_as_it_reported_the_job(
     link.leave(LeaveReason.FINISHED)
 
 
-def test_a_generation_that_forms_slowly_says_who_has_not_come(
+def test_generation_that_forms_slowly_names_the_missing_members(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "EVERY_S", 0.1)

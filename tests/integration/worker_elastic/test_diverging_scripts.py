@@ -9,11 +9,11 @@ from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).parent / "evaluates_alone.py"
-LEAVES_OUT = Path(__file__).parent / "leaves_out_a_step.py"
+LEAVES_OUT = Path(__file__).parent / "skips_optimizer_step.py"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
-def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_clear_error(
+def test_collective_operation_on_one_rank_alone_ends_the_run_with_one_clear_error(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
     with cluster(
@@ -57,7 +57,7 @@ def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(
         pytest.param("tensor", "second", "rank 1 ends the batch", marks=pytest.mark.matrix),
     ],
 )
-def test_an_optimizers_step_that_one_rank_leaves_out_ends_the_run_in_seconds(
+def test_optimizer_step_omitted_on_one_rank_ends_the_run_within_seconds(
     zygote: Zygote, tmp_path: Path, strategy: str, mistake: str, says: str
 ) -> None:
     environment = {"STRATEGY": strategy, "MISTAKE": mistake}

@@ -61,7 +61,7 @@ def trained(
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asking", [NORMS, LOSS], ids=["norms", "loss"])
-def test_a_rank_that_is_killed_in_a_pass_leaves_the_others_with_the_same_model(
+def test_rank_killed_in_a_pass_leaves_the_others_with_the_same_model(
     zygote: Zygote, tmp_path: Path, asking: Asking, strategy: str
 ) -> None:
     undisturbed = trained(zygote, tmp_path / "undisturbed", asking, strategy)[0]

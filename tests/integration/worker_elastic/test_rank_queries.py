@@ -13,7 +13,7 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).parent / "asks_for_rank.py"
 
 
-def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(
+def test_joiner_that_replays_its_script_is_not_mistaken_for_rank_0(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT) as running:
@@ -45,7 +45,7 @@ def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "")
     return output.read_text().strip()
 
 
-def test_main_first_is_true_for_one_process_of_each_run_also_after_the_others_have_died(
+def test_main_first_is_true_for_one_process_of_each_run_even_after_the_others_died(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     job = f"job-{uuid.uuid4().hex}"

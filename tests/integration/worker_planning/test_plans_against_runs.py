@@ -16,7 +16,7 @@ def _case(compared: Compared) -> object:
 
 
 @pytest.mark.parametrize("compared", [_case(each) for each in _HELD])
-def test_a_run_holds_and_sends_what_was_planned(compared: Compared) -> None:
+def test_run_uses_the_memory_and_traffic_that_were_planned(compared: Compared) -> None:
     outcome = compare(compared)
     assert outcome.planned["held"] == pytest.approx(outcome.measured["held"], rel=TOLERANCE)
     assert outcome.planned["mirrors"] == pytest.approx(outcome.measured["mirrors"], rel=TOLERANCE)

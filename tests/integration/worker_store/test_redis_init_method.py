@@ -36,7 +36,7 @@ _WAYS = (
 shoal before or after torch."""
 
 
-def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:
+def test_plain_scripts_rendezvous_through_redis_repeatedly(redis_url: str) -> None:
     url = f"{redis_url}/{uuid.uuid4().hex}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "env": environment, "text": True}
@@ -52,7 +52,7 @@ def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) ->
         ]
 
 
-def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
+def test_ranks_of_one_round_share_their_own_store(redis_url: str) -> None:
     url = f"{redis_url}/{uuid.uuid4().hex}?world_size=2"
     with ThreadPoolExecutor() as threads:
 
@@ -71,7 +71,7 @@ def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
     assert not again.check(["a"])
 
 
-def test_a_rank_that_waits_in_vain_names_the_others(redis_url: str) -> None:
+def test_rank_whose_wait_times_out_names_the_missing_ones(redis_url: str) -> None:
     url = f"{redis_url}/lonely?rank=1&world_size=3"
     with pytest.raises(
         StoreTimeoutError,
@@ -80,7 +80,7 @@ def test_a_rank_that_waits_in_vain_names_the_others(redis_url: str) -> None:
         next(dist.rendezvous(url, timeout=timedelta(milliseconds=50)))
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_missing_server_is_named() -> None:
     with pytest.raises(UnavailableError, match="redis://127"):
         next(rendezvous.rendezvous("redis://127.0.0.1:1/job?rank=0&world_size=1"))
 
@@ -102,7 +102,7 @@ def arrive(store: RedisStore) -> Callable[..., tuple[bytes, ...]]:
     return call
 
 
-def test_a_round_is_complete_when_its_last_rank_comes(
+def test_round_is_complete_when_its_last_rank_arrives(
     arrive: Callable[..., tuple[bytes, ...]],
 ) -> None:
     (name, *absent) = arrive(0, "a")
@@ -128,7 +128,7 @@ def test_a_rank_that_died_waiting_is_not_counted(arrive: Callable[..., tuple[byt
     assert b"rank 0" in absent
 
 
-def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(
+def test_restarted_rank_takes_the_place_of_its_dead_predecessor(
     arrive: Callable[..., tuple[bytes, ...]],
 ) -> None:
     arrive(0, "dead")
@@ -145,7 +145,7 @@ def test_two_live_processes_with_one_rank_are_distinguished(
     assert arrive(0, "b")[1:] == (b"another process that has rank 0 too",)
 
 
-def test_a_run_of_another_size_waits_for_the_ranks_that_are_there(
+def test_run_of_another_size_waits_for_the_present_ranks(
     arrive: Callable[..., tuple[bytes, ...]],
 ) -> None:
     arrive(0, "a", size=3)

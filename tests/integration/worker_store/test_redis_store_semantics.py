@@ -106,12 +106,12 @@ class _SideBySide(RuleBasedStateMachine):
         self.ours.discard()
 
 
-def test_any_sequence_of_calls_answers_as_torchs_hash_store_does(store: RedisStore) -> None:
+def test_any_sequence_of_calls_matches_torchs_hash_store(store: RedisStore) -> None:
     limits = settings(max_examples=40, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(lambda: _SideBySide(store), settings=limits)
 
 
-def test_binary_values_of_any_size_come_back_unchanged(store: RedisStore) -> None:
+def test_binary_values_of_any_size_are_returned_unchanged(store: RedisStore) -> None:
     every_byte = bytes(range(256))
     store.set("small", every_byte)
     store.set("large", every_byte * 4096)
@@ -139,33 +139,33 @@ def test_torchs_prefix_store_and_its_cpp_callers_reach_every_method(store: Redis
     through.barrier("together", 1)
 
 
-def test_an_error_in_a_call_from_cpp_comes_out_as_the_python_error_it_was(
+def test_error_in_a_call_from_cpp_surfaces_as_the_original_python_error(
     store: RedisStore,
 ) -> None:
     with pytest.raises(StoreTimeoutError, match="'p/absent'"):
         dist.PrefixStore("p", store).wait(["absent"], timedelta(milliseconds=10))
 
 
-def test_add_to_a_value_that_is_no_number_names_the_key(store: RedisStore) -> None:
+def test_add_to_a_non_numeric_value_names_the_key(store: RedisStore) -> None:
     store.set("word", "seven")
     with pytest.raises(StoreValueError, match="key 'word'"):
         store.add("word", 1)
 
 
-def test_as_many_keys_as_values_are_expected(store: RedisStore) -> None:
+def test_multi_set_requires_as_many_values_as_keys(store: RedisStore) -> None:
     with pytest.raises(StoreValueError, match="2 keys and 1 values"):
         store.multi_set(["a", "b"], ["1"])
     assert store.num_keys() == 0
 
 
-def test_stores_of_different_prefixes_do_not_see_each_other(store: RedisStore) -> None:
+def test_stores_with_different_prefixes_are_isolated(store: RedisStore) -> None:
     other = store.with_prefix(store.prefix + ":other")
     store.set("a", "1")
     assert not other.check(["a"])
     assert other.num_keys() == 0
 
 
-def test_what_is_left_in_redis_expires(store: RedisStore, redis_url: str) -> None:
+def test_keys_left_in_redis_expire(store: RedisStore, redis_url: str) -> None:
     import redis
 
     store.set("a", "1")
@@ -192,9 +192,7 @@ def test_discarding_a_store_leaves_no_key(store: RedisStore) -> None:
         ({"url": "http://127.0.0.1"}, "expected redis://"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    redis_url: str, arguments: dict[str, Any], said: str
-) -> None:
+def test_invalid_settings_are_refused(redis_url: str, arguments: dict[str, Any], said: str) -> None:
     given = {"url": redis_url, "prefix": "p", **arguments}
     with pytest.raises(ConfigurationError, match=said):
         RedisStore(given.pop("url"), given.pop("prefix"), **given)

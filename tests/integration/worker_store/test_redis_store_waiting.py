@@ -90,7 +90,7 @@ def test_every_kind_of_write_wakes_a_wait(
     assert _result(waiting) == b"1"
 
 
-def test_a_wake_up_needs_no_second_look_by_the_clock(
+def test_wake_up_needs_no_second_poll(
     store: RedisStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes a key back and forth twenty times; a missed notification would last until the store's
@@ -128,7 +128,7 @@ def test_a_wait_for_several_keys_ends_with_the_last(
     assert _result(waiting) == [b"1", b"2", b"3"]
 
 
-def test_a_blocked_queue_pop_returns_what_is_pushed(
+def test_blocked_queue_pop_returns_the_pushed_value(
     store: RedisStore, threads: ThreadPoolExecutor
 ) -> None:
     waiting = threads.submit(store.queue_pop, "q")
@@ -137,7 +137,7 @@ def test_a_blocked_queue_pop_returns_what_is_pushed(
     assert _result(waiting) == b"item"
 
 
-def test_a_barrier_holds_until_all_have_come(
+def test_barrier_holds_until_all_have_arrived(
     store: RedisStore, redis_url: str, threads: ThreadPoolExecutor
 ) -> None:
     other = RedisStore(redis_url, store.prefix)
@@ -149,13 +149,13 @@ def test_a_barrier_holds_until_all_have_come(
     other.close()
 
 
-def test_a_deadline_names_the_keys_that_did_not_come(store: RedisStore) -> None:
+def test_deadline_names_the_missing_keys(store: RedisStore) -> None:
     store.set("here", "1")
     with pytest.raises(StoreTimeoutError, match=r"waited 0\.05 s for 'gone', 'lost'"):
         store.wait(["here", "gone", "lost"], timedelta(milliseconds=50))
 
 
-def test_the_stores_own_timeout_holds_for_get(store: RedisStore) -> None:
+def test_stores_own_timeout_applies_to_get(store: RedisStore) -> None:
     store.set_timeout(timedelta(milliseconds=20))
     assert store.timeout == timedelta(milliseconds=20)
     with pytest.raises(StoreTimeoutError, match="'gone'"):
@@ -181,7 +181,7 @@ def test_an_abort_frees_every_blocked_wait_and_forbids_later_ones(
         store.set("a", "1")
 
 
-def test_an_abort_leaves_stores_of_other_prefixes_alone(
+def test_abort_leaves_stores_with_other_prefixes_alone(
     store: RedisStore, threads: ThreadPoolExecutor
 ) -> None:
     following = store.with_prefix(store.prefix + ":next")
@@ -192,7 +192,7 @@ def test_an_abort_leaves_stores_of_other_prefixes_alone(
     assert _result(waiting) == b"1"
 
 
-def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: RedisStore) -> None:
+def test_abort_callback_is_called_once_even_if_registered_late(store: RedisStore) -> None:
     called: list[str] = []
     with store.on_abort(called.append):
         store.abort("first")
@@ -202,7 +202,7 @@ def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: 
         assert called == ["first", "first"]
 
 
-def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(
+def test_wait_survives_a_server_restart_even_if_it_begins_during_the_outage(
     tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     reserved = ReservedPort()
@@ -223,7 +223,7 @@ def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_i
         reserved.close()
 
 
-def test_a_server_that_is_gone_is_named_when_the_call_cannot_wait(tmp_path: Path) -> None:
+def test_absent_server_is_named_when_the_call_cannot_wait(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         opened = RedisStore(server.url, "p")
     with pytest.raises(StoreUnavailableError, match="Redis did not respond"):
@@ -243,7 +243,7 @@ def test_closing_a_store_ends_its_thread(redis_url: str, threads: ThreadPoolExec
     assert _listeners() <= before
 
 
-def test_a_store_that_is_forgotten_ends_its_thread(redis_url: str) -> None:
+def test_forgotten_store_ends_its_thread(redis_url: str) -> None:
     before = _listeners()
     opened = RedisStore(redis_url, "p", timeout=timedelta(milliseconds=10))
     with pytest.raises(StoreTimeoutError):

@@ -29,7 +29,7 @@ def measured(
     return found
 
 
-def test_the_verdict_sets_each_figure_against_its_target_and_the_floor() -> None:
+def test_verdict_compares_each_figure_with_its_target_and_the_floor() -> None:
     verdict = _verdict(
         [
             measured("coordinator", 2000, joined_s=1.0, last_s=0.09),
@@ -43,13 +43,13 @@ def test_the_verdict_sets_each_figure_against_its_target_and_the_floor() -> None
     )
 
 
-def test_what_failed_or_was_not_measured_is_not_judged() -> None:
+def test_failed_or_unmeasured_figures_are_not_judged() -> None:
     assert _verdict(
         [measured("coordinator", 10_000, joined_s=1.0, last_s=0.1, failure="it did not start")]
     ) == ("Not measured at the target's sizes.")
 
 
-def test_a_row_has_the_figures_that_there_are() -> None:
+def test_row_has_the_available_figures() -> None:
     row = _row(measured("bare grpcio", 100, joined_s=0.25, last_s=0.01))
     assert row.cells["joined, s"] == "0.25"
     assert row.cells["last, ms"] == "10 (at most 10)"

@@ -15,7 +15,7 @@ from benchmarks.workers.account import Live, _pieces
 from benchmarks.workers.wire import traffic
 
 
-def test_traffic_is_what_was_written_to_connections_read_or_not_and_counted_once() -> None:
+def test_traffic_is_bytes_written_to_connections_counted_once_whether_read_or_not() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as here,
@@ -30,7 +30,7 @@ def test_traffic_is_what_was_written_to_connections_read_or_not_and_counted_once
             assert counted.sent == 50_007
 
 
-def test_what_was_freed_is_no_longer_out() -> None:
+def test_freed_memory_is_not_counted() -> None:
     live = Live()
     live.changed(1000, 100)
     live.changed(2000, 50)
@@ -38,7 +38,7 @@ def test_what_was_freed_is_no_longer_out() -> None:
     assert live.bytes == 50
 
 
-def test_memory_that_is_given_out_again_was_freed_unseen() -> None:
+def test_blocks_overlapped_by_a_new_allocation_count_as_freed() -> None:
     live = Live()
     for address in (1000, 1100, 1200):
         live.changed(address, 100)
@@ -48,7 +48,7 @@ def test_memory_that_is_given_out_again_was_freed_unseen() -> None:
     assert live.bytes == 200
 
 
-def test_an_account_is_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent() -> None:
+def test_account_reports_the_rank_with_the_most_memory_and_the_mean_traffic() -> None:
     rank = {
         "model": 100,
         "parameters": 50,
@@ -101,7 +101,7 @@ def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sen
         ("hybrid", {"data_parallel_strategy": "zero2", "elementwise_optimizer": True}, (2, 2)),
     ],
 )
-def test_what_a_rank_mirrors_is_distinguished_from_what_it_holds(
+def test_mirrored_state_is_distinguished_from_owned_state(
     strategy: str, options: dict[str, object], pieces: tuple[int, int]
 ) -> None:
     def rank() -> tuple[int, int]:

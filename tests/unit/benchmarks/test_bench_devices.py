@@ -33,7 +33,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_tables_of_devices_are_refused_in_one_line_where_there_are_too_few() -> None:
+def test_device_tables_are_refused_in_one_line_on_too_few_devices() -> None:
     answer = run("--device", "cuda", "t1")
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
@@ -43,14 +43,14 @@ def test_tables_of_devices_are_refused_in_one_line_where_there_are_too_few() -> 
     assert "run it on a machine with as many" in line
 
 
-def test_a_table_of_the_host_is_refused_on_devices_with_those_that_are_not() -> None:
+def test_host_table_is_refused_on_devices_with_a_list_of_device_tables() -> None:
     answer = run("--device", "cuda-rehearsal", "t2", "t4")
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
     assert "t4 is measured on the host alone; expected some of t1, t2, t3, t6, t7" in line
 
 
-def test_rows_of_devices_name_them_and_rows_of_the_host_do_not() -> None:
+def test_rows_name_their_devices_unless_they_ran_on_the_host() -> None:
     rows = [Row(name="shoal, 2 ranks", command="", cells={})]
     assert [row.name for row in HOST.named(rows)] == ["shoal, 2 ranks"]
     devices = Devices(kind=CUDA, names=("NVIDIA H100",) * 2)
@@ -60,7 +60,7 @@ def test_rows_of_devices_name_them_and_rows_of_the_host_do_not() -> None:
     assert HOST.lacking("it", 100) is None
 
 
-def test_each_system_on_devices_is_labelled_and_the_host_is_what_it_is_without(
+def test_systems_on_devices_are_labelled_and_those_on_the_host_are_unchanged(
     tmp_path: Path,
 ) -> None:
     words = Workload(log=tmp_path, ranks=2, width=4, batch=8, device="cuda").arguments()
@@ -73,7 +73,7 @@ def test_each_system_on_devices_is_labelled_and_the_host_is_what_it_is_without(
     )
 
 
-def test_on_devices_shoal_and_torchs_own_take_part(tmp_path: Path) -> None:
+def test_shoal_and_torchs_own_systems_run_on_devices(tmp_path: Path) -> None:
     devices = Devices(kind=CUDA, names=("NVIDIA H100",) * 8)
     assert [side.name for side in step_time.sides_of(2, devices)] == [
         "torch DDP",
@@ -134,7 +134,7 @@ def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to
     assert first.startswith("GPU-1 of ")
 
 
-def test_where_single_commits_are_noted_the_device_has_done_what_came_before(
+def test_single_commits_are_logged_after_the_device_has_finished_earlier_work(
     tmp_path: Path,
 ) -> None:
     seen: list[int] = []
@@ -151,7 +151,7 @@ def test_where_single_commits_are_noted_the_device_has_done_what_came_before(
     assert log.done
 
 
-def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped_within(
+def test_block_is_timed_while_the_device_is_idle_at_both_ends_without_pauses_within(
     tmp_path: Path,
 ) -> None:
     steps, settled = [0], []
@@ -179,7 +179,7 @@ def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped
 
 
 @pytest.mark.slow
-def test_connecting_alone_is_timed_on_the_host_as_it_would_be_on_devices(tmp_path: Path) -> None:
+def test_bare_connect_is_timed_on_the_host_as_on_devices(tmp_path: Path) -> None:
     words = [
         "--standalone",
         "--nproc-per-node",

@@ -25,9 +25,7 @@ def commits(steps_ms: Sequence[float]) -> list[Commit]:
 BEFORE = commits([*[50] * (2 * STEPS_AROUND), *[10] * STEPS_AROUND])
 
 
-def test_the_pause_is_the_longest_time_without_a_step_after_the_kill_beyond_the_median_before() -> (
-    None
-):
+def test_pause_is_the_longest_gap_between_steps_after_the_kill_minus_the_median_before() -> None:
     killed_ns = BEFORE[-1].time_ns + 3 * MS
     after = commits([BEFORE[-1].time_ns / MS + 12, 10, 210, *[10] * STEPS_AROUND, 30])
     pause = pause_of([*BEFORE, *after], killed_ns)
@@ -36,7 +34,7 @@ def test_the_pause_is_the_longest_time_without_a_step_after_the_kill_beyond_the_
     assert pause.step_s == pytest.approx(0.01)
 
 
-def test_the_pause_of_the_first_step_reaches_back_to_the_one_before_the_kill() -> None:
+def test_pause_of_the_first_step_starts_at_the_last_one_before_the_kill() -> None:
     killed_ns = BEFORE[-1].time_ns + 3 * MS
     after = commits([BEFORE[-1].time_ns / MS + 310, *[10] * STEPS_AROUND])
     assert pause_of([*BEFORE, *after], killed_ns).longest_s == pytest.approx(0.3)
@@ -52,7 +50,7 @@ def test_a_pause_while_the_new_backup_catches_up_counts_too() -> None:
     )
 
 
-def test_a_pause_needs_steps_before_the_kill_and_after_it() -> None:
+def test_pause_requires_steps_before_and_after_the_kill() -> None:
     whole = commits([10.0] * (2 * STEPS_AROUND + 2))
     with pytest.raises(
         MeasurementError,
@@ -63,7 +61,7 @@ def test_a_pause_needs_steps_before_the_kill_and_after_it() -> None:
         pause_of(whole, whole[STEPS_AROUND + 1].time_ns)
 
 
-def test_an_element_of_the_tally_goes_down_by_one_each_time_its_push_is_applied() -> None:
+def test_tally_element_decreases_by_one_for_each_applied_push() -> None:
     model, tally = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2, 1000))
     optimizer = torch.optim.Adam(
         [{"params": [model]}, {"params": [tally], **OPTIMIZER_GROUP}], lr=1e-3
@@ -78,29 +76,29 @@ def test_an_element_of_the_tally_goes_down_by_one_each_time_its_push_is_applied(
     ]
 
 
-def test_pushes_that_were_applied_once_each_are_neither_lost_nor_twice() -> None:
+def test_pushes_applied_exactly_once_are_neither_lost_nor_duplicated() -> None:
     assert account([[-1.0] * 3, [-1.0] * 2], [3, 2], [6, 6]) == Account(
         acknowledged=5, lost=0, twice=0
     )
 
 
-def test_a_push_lost_and_one_applied_twice_do_not_cancel() -> None:
+def test_lost_push_and_duplicate_push_do_not_cancel_out() -> None:
     assert account([[-1.0, 0.0, -2.0], [-1.0] * 2], [3, 2], [6, 6]) == Account(
         acknowledged=5, lost=1, twice=1
     )
 
 
-def test_pushes_lost_at_the_end_are_counted_although_their_zeros_are_left_out() -> None:
+def test_pushes_lost_at_the_end_are_counted_although_their_zeros_are_omitted() -> None:
     assert account([[-1.0], [-1.0] * 2], [3, 2], [4, 4]) == Account(acknowledged=5, lost=2, twice=0)
 
 
-def test_a_push_that_was_applied_and_never_acknowledged_counts_as_one_too_many() -> None:
+def test_applied_but_unacknowledged_push_counts_as_one_too_many() -> None:
     assert account([[-1.0] * 4, [-1.0] * 2], [3, 2], [7, 7]) == Account(
         acknowledged=5, lost=0, twice=1
     )
 
 
-def test_partitions_without_a_part_of_the_tally_are_judged_by_their_versions() -> None:
+def test_partitions_without_a_tally_are_judged_by_their_versions() -> None:
     assert account([[-1.0] * 3], [3], [4, 2]) == Account(acknowledged=3, lost=2, twice=0)
     assert account([[-1.0] * 3], [3], [4, 5]) == Account(acknowledged=3, lost=0, twice=1)
 
@@ -132,7 +130,7 @@ def test_a_row_has_a_pause_for_each_worker_and_kill_and_is_compared_with_a_resta
     assert "p50, of a restart" not in row(restarted, restarted).cells
 
 
-def test_the_verdict_says_of_the_pause_and_of_the_pushes_whether_the_target_was_reached() -> None:
+def test_verdict_states_whether_pause_and_pushes_reached_the_target() -> None:
     assert verdict(measured("", [0.4])) == (
         "Measured: p99 0.400 s (reached), 0.50 x the paper's pause; of 100 acknowledged pushes 0 "
         "lost, 0 twice (reached)."

@@ -39,7 +39,7 @@ def entries(*attempts: Attempt, digest: str = "") -> Entries:
 # --- the schedule
 
 
-def test_a_seed_always_gives_the_same_faults() -> None:
+def test_seed_determines_the_faults() -> None:
     first, second = (list(islice(SCHEDULE.faults(), 50)) for _ in range(2))
     assert first == second
     assert first != list(islice(replace(SCHEDULE, seed=1).faults(), 50))
@@ -63,7 +63,7 @@ def test_a_slower_machine_gets_the_same_faults_further_apart() -> None:
         assert after.victim == before.victim
 
 
-def test_absences_that_overlap_are_refused() -> None:
+def test_overlapping_absences_are_refused() -> None:
     with pytest.raises(ValueError, match=r"absences up to 4 s, gaps from 3 s and 6 s on average"):
         replace(SCHEDULE, longest_absence_s=4)
 
@@ -88,7 +88,7 @@ def test_samples_of_a_victim_count_if_the_others_committed_its_step() -> None:
     assert account([victim, survivor], steps=2, samples=4).never == 0
 
 
-def test_an_aborted_step_counts_as_it_was_taken_again() -> None:
+def test_aborted_step_counts_once_when_it_is_taken_again() -> None:
     victim = entries(attempt(1, [1]))
     survivor = entries(attempt(1, [0]), attempt(1, [0, 1], group=2, at=10, world_size=1))
     assert account([victim, survivor], steps=1, samples=2) == Account(
@@ -111,7 +111,7 @@ def test_a_step_that_one_process_committed_twice_doubles_its_samples() -> None:
     assert account([process], steps=1, samples=2).twice == 2
 
 
-def test_a_share_that_nobody_took_is_never_trained() -> None:
+def test_share_that_no_worker_took_is_never_trained() -> None:
     alone = entries(attempt(1, [0], at=10))
     assert account([alone], steps=1, samples=2).never == 1
 
@@ -138,7 +138,7 @@ def test_strength_is_reduced_until_a_newer_group_of_all_has_taken_a_step() -> No
 # --- the ledger
 
 
-def test_parts_of_a_step_add_up_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_parts_of_a_step_add_up_and_a_torn_line_is_skipped(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     for samples in ([], [1, 2], [3]):
         ledger.tried(group=1, world_size=2, step=1, samples=samples)
@@ -206,7 +206,7 @@ def injector_of(sleepers: Sleepers, *faults: Fault) -> Injector:
     )
 
 
-def test_a_fault_kills_one_worker_and_keeps_its_place_absent(sleepers: Sleepers) -> None:
+def test_fault_kills_one_worker_and_keeps_its_place_empty(sleepers: Sleepers) -> None:
     first, second = sleepers.processes
     injector = injector_of(
         sleepers,
@@ -236,7 +236,7 @@ def test_an_absence_ends_when_it_is_due(sleepers: Sleepers) -> None:
     assert injector.returns_ns[0] >= injector.kills_ns[0]
 
 
-def test_no_fault_comes_after_the_last_step(sleepers: Sleepers) -> None:
+def test_faults_end_with_the_last_step(sleepers: Sleepers) -> None:
     first, second = (process.pid for process in sleepers.processes)
     injector = injector_of(sleepers, Fault(at_s=0, victim=0, absent_s=0))
     for pid in (first, second):
@@ -283,7 +283,7 @@ def measured(faulty: Run | None) -> Measured:
     )
 
 
-def test_the_target_allows_for_what_was_missing() -> None:
+def test_target_allows_for_missing_workers() -> None:
     within = measured(run_of(11.4, missing_s=1.0))
     assert row(within).cells["of allowed"] == "0.99"
     assert row(within).cells["same bits"] == "yes"
@@ -291,7 +291,7 @@ def test_the_target_allows_for_what_was_missing() -> None:
     assert "1.01 x (not reached)" in verdict([measured(run_of(11.6, missing_s=1.0))])
 
 
-def test_lost_samples_and_other_bits_miss_the_target(subtests: pytest.Subtests) -> None:
+def test_lost_samples_and_different_bits_miss_the_target(subtests: pytest.Subtests) -> None:
     for run, text in (
         (run_of(10.0, never=3), "3 samples lost (not reached)"),
         (run_of(10.0, digest="other"), "other bits (not reached)"),

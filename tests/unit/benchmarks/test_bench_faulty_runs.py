@@ -8,7 +8,7 @@ from benchmarks.errors import MeasurementError
 from benchmarks.faulty_runs import account_of, described, verdict
 
 
-def test_an_account_without_failures_is_bitwise_as_a_whole() -> None:
+def test_account_without_failures_is_bitwise_equal() -> None:
     account = account_of(
         "\n10000 schedules in 16.2 min, 310 a minute in each of 2 processes\nwrong: 0\n"
     )
@@ -24,7 +24,7 @@ def test_an_account_without_failures_is_bitwise_as_a_whole() -> None:
     )
 
 
-def test_what_is_wrong_is_counted_by_what_differs() -> None:
+def test_failures_are_counted_by_kind_of_difference() -> None:
     output = (
         "--- parameters\nseed 28:\n\n30 schedules in 0.9 min, 34 a minute in each of 1 "
         "processes\nwrong: {'parameters': 2, 'samples': 1}\n"

@@ -19,19 +19,21 @@ def test_a_quantile_lies_between_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 1.5)])
-def test_a_quantile_of_nothing_or_beyond_all_is_refused(values: list[float], share: float) -> None:
+def test_quantile_of_an_empty_list_or_out_of_range_is_refused(
+    values: list[float], share: float
+) -> None:
     with pytest.raises(ValueError, match="quantile"):
         quantile(values, share)
 
 
-def test_what_slows_both_sides_of_a_pair_cancels_out() -> None:
+def test_slowdowns_of_both_sides_of_a_pair_cancel_out() -> None:
     generator = random.Random(1)
     theirs = [generator.uniform(1.0, 10.0) for _ in range(40)]
     ratio = paired_ratio([1.02 * t for t in theirs], theirs)
     assert (ratio.low, ratio.value, ratio.high) == pytest.approx((1.02, 1.02, 1.02))
 
 
-def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says() -> None:
+def test_interval_contains_the_true_ratio_about_as_often_as_stated() -> None:
     generator = random.Random(2)
     hits = 0
     for seed in range(200):
@@ -49,7 +51,7 @@ def test_one_outlier_does_not_move_the_ratio() -> None:
     assert ratio_of_medians(ours, theirs).value == pytest.approx(1.1)
 
 
-def test_the_ratio_of_medians_is_that_and_its_interval_is_around_it() -> None:
+def test_ratio_of_medians_lies_within_its_interval() -> None:
     generator = random.Random(3)
     theirs = [generator.uniform(2.0, 3.0) for _ in range(20)]
     ours = [generator.uniform(2.0, 3.0) for _ in range(20)]
@@ -59,7 +61,7 @@ def test_the_ratio_of_medians_is_that_and_its_interval_is_around_it() -> None:
 
 
 @pytest.mark.parametrize("function", [paired_ratio, ratio_of_medians])
-def test_unequal_numbers_of_runs_are_no_pairs(function: object) -> None:
+def test_unequal_numbers_of_runs_cannot_be_paired(function: object) -> None:
     assert callable(function)
     with pytest.raises(ValueError, match="2 and 1 values"):
         function([1.0, 2.0], [1.0])

@@ -25,7 +25,7 @@ def _event(category: str, name: str, at: float = 1.0, lasts: float = 1.0) -> dic
     return {"ph": "X", "cat": category, "name": name, "ts": at, "dur": lasts}
 
 
-def test_launches_waits_and_copies_are_counted_by_the_names_that_cuda_gives_them() -> None:
+def test_launches_waits_and_copies_are_counted_by_their_cuda_names() -> None:
     counts = count(
         [
             _event("user_annotation", "shoal-steps", 0.0, 10.0),
@@ -70,7 +70,7 @@ def test_operators_are_counted_in_a_trace_of_torchs_profiler() -> None:
     ],
     ids=lambda way: way.name,
 )
-def test_steps_are_taken_in_every_way(way: Way) -> None:
+def test_steps_are_taken_in_every_configuration(way: Way) -> None:
     taken = take(way, device=torch.device("cpu"), width=32, steps=2)
     assert len(taken.seconds) == 2
     assert taken.counts.operators > 100
@@ -91,7 +91,7 @@ def test_groups_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_device_it_says_so_and_measures_nothing(
+def test_missing_device_is_reported_and_nothing_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--output", str(tmp_path / "figures")]) == 0
@@ -146,7 +146,7 @@ def test_the_large_model_has_1_3_billion_parameters() -> None:
         )
 
 
-def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_the_others_nothing(
+def test_measured_row_is_saved_at_once_and_a_failure_costs_the_others_nothing(
     context: Context,
 ) -> None:
     def fail() -> Row:
@@ -176,7 +176,7 @@ def test_a_pair_of_ranks_checks_every_collective_and_loses_its_peer(context: Con
     ] == ["right"] * 4
 
 
-def test_a_checkpoint_of_the_model_is_saved_while_it_trains(context: Context) -> None:
+def test_checkpoint_of_the_model_is_saved_during_training(context: Context) -> None:
     table = checkpoint.measure(context)
     assert failures(table) == []
     assert float(table.rows[0].cells["written after s"]) > 0
@@ -201,7 +201,7 @@ def test_the_parts_of_a_recovery_add_up_to_its_pause(context: Context) -> None:
         assert sum(parts) == pytest.approx(float(row.cells["pause s"]), abs=0.01)
 
 
-def test_the_parts_of_a_recovery_are_distinguished_by_the_moments_of_a_worker() -> None:
+def test_parts_of_a_recovery_are_separated_by_the_timestamps_of_a_worker() -> None:
     moments = [
         Moment(time_ns=50, name=CONNECTED),  # the group that is lost
         Moment(time_ns=300, name=ENDED),
@@ -222,14 +222,14 @@ def test_the_parts_of_a_recovery_are_distinguished_by_the_moments_of_a_worker() 
     }
 
 
-def test_parts_add_up_where_a_moment_is_missing() -> None:
+def test_parts_add_up_if_a_timestamp_is_missing() -> None:
     moments = [Moment(time_ns=900, name=CONNECTING), Moment(time_ns=1500, name=CONNECTED)]
     parts = parts_of(moments, killed_ns=100, committed_ns=2100)
     assert round(sum(parts.values()) * 1e9) == 2000
     assert round(parts["connect"] * 1e9) == 600
 
 
-def test_a_part_that_does_not_exist_is_refused_with_those_that_do(
+def test_unknown_part_is_refused_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -237,7 +237,7 @@ def test_a_part_that_does_not_exist_is_refused_with_those_that_do(
     assert f"no part named larch; there are {', '.join(PARTS)}" in capsys.readouterr().err
 
 
-def test_a_rehearsal_leaves_out_what_only_a_device_has(
+def test_rehearsal_omits_measurements_that_need_a_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["copies", "--device", "cpu", "--output", str(tmp_path)]) == 0

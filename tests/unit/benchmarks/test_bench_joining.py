@@ -28,7 +28,7 @@ def commits(
     ]
 
 
-def test_the_stall_is_the_step_that_took_the_joiner_in_beyond_the_median() -> None:
+def test_stall_is_the_step_that_admitted_the_joiner_minus_the_median() -> None:
     alone = commits([500, 10, 10, 10], world_size=2)  # the first duration is the pause at the death
     together = commits([210, *[10] * STEPS_AROUND], world_size=3, begins_ms=530)
     stall, median = stall_s([*alone, *together], workers=3)
@@ -44,14 +44,14 @@ def test_steps_far_from_the_join_do_not_count() -> None:
     assert stall_s([*alone, *together], workers=3)[0] == pytest.approx(0.02)
 
 
-def test_a_join_that_comes_with_the_death_is_not_measured() -> None:
+def test_join_that_coincides_with_the_death_is_not_measured() -> None:
     with pytest.raises(
         MeasurementError, match="no step of the survivors lies between the death and the join"
     ):
         stall_s(commits([10] * 20, world_size=3), workers=3)
 
 
-def test_a_group_is_whole_when_all_have_done_enough_steps_together_since_the_kill() -> None:
+def test_group_is_complete_once_all_have_taken_enough_steps_together_since_the_kill() -> None:
     steps = [10.0] * (STEPS_AROUND + 1)
     gone = commits([10.0] * 3, world_size=3, rank=1)
     logs = {
@@ -64,7 +64,7 @@ def test_a_group_is_whole_when_all_have_done_enough_steps_together_since_the_kil
     assert members(logs, workers=3, since_ns=20 * MS) == []
 
 
-def test_what_a_joiner_says_about_its_state_is_read_as_bytes_and_seconds() -> None:
+def test_joiners_log_of_its_state_transfer_is_parsed_as_bytes_and_seconds() -> None:
     says = (
         "INFO worker shoal_worker.elastic.group.transfer received 805.3 MB of state from 2 "
         "donor(s) in 1.250 s\n"

@@ -38,7 +38,7 @@ def test_a_row_counts_rounds_that_changed_and_that_waited() -> None:
     assert row.samples["changed"] == [4000, 1, 0, 0]
 
 
-def test_the_verdict_is_reached_by_none_changed_and_none_waited() -> None:
+def test_verdict_is_reached_if_no_round_changed_or_waited() -> None:
     good = described("good", "python", [one_round()])
     late = described("late", "python", [one_round(changed=1)])
     slow = described("slow", "python", [one_round(next_s=TIMEOUT_S)])

@@ -19,7 +19,7 @@ def system(
     return System(name=name, flags=("--system=shoal",), runs=[run])
 
 
-def test_speed_is_time_to_the_loss_and_not_time_of_a_step() -> None:
+def test_speed_is_time_to_the_loss_and_not_time_per_step() -> None:
     fp32, bf16, quick = (
         system("fp32", 0.5, 50),
         system("bf16", 0.25, 50),
@@ -44,7 +44,7 @@ def test_speed_is_time_to_the_loss_and_not_time_of_a_step() -> None:
     )
 
 
-def test_a_system_that_does_not_learn_is_not_quick() -> None:
+def test_system_that_does_not_learn_is_not_fast() -> None:
     fp32, bf16, diverged = (
         system("fp32", 0.4, 50),
         system("bf16", 0.2, 50),
@@ -56,7 +56,7 @@ def test_a_system_that_does_not_learn_is_not_quick() -> None:
     assert _verdict([fp32, bf16, diverged], fp32, bf16) == "Not measured."
 
 
-def test_without_namespaces_the_rows_say_why() -> None:
+def test_rows_explain_missing_network_namespaces() -> None:
     fp32, bf16 = (
         System(name=name, flags=(), failure="a slow link needs root") for name in ("fp32", "bf16")
     )

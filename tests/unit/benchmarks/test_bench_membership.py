@@ -44,7 +44,7 @@ def three(port: int) -> Iterator[list[Membership]]:
         worker.close()
 
 
-def test_workers_receive_the_stores_port_and_numbers_of_their_own(three: list[Membership]) -> None:
+def test_workers_receive_the_stores_port_and_distinct_numbers(three: list[Membership]) -> None:
     assert [(worker.store_port, worker.member) for worker in three] == [
         (1234, 0),
         (1234, 1),
@@ -52,7 +52,7 @@ def test_workers_receive_the_stores_port_and_numbers_of_their_own(three: list[Me
     ]
 
 
-def test_the_end_of_a_connection_makes_a_generation_without_its_worker(
+def test_closed_connection_forms_a_generation_without_its_worker(
     three: list[Membership],
 ) -> None:
     three[1].close()
@@ -69,7 +69,7 @@ def test_a_worker_joins_once_it_is_ready(port: int, three: list[Membership]) -> 
     joiner.close()
 
 
-def test_a_generation_that_failed_is_followed_by_one_of_the_same_members_once(
+def test_failed_generation_is_followed_once_by_one_of_the_same_members(
     three: list[Membership],
 ) -> None:
     three[0].failed(1)
@@ -79,6 +79,6 @@ def test_a_generation_that_failed_is_followed_by_one_of_the_same_members_once(
     assert three[0].wait_for_newer(2) == Generation(number=3, members=(0, 2))
 
 
-def test_a_wait_for_a_generation_ends_in_time(three: list[Membership]) -> None:
+def test_wait_for_a_generation_times_out(three: list[Membership]) -> None:
     with pytest.raises(TimeoutError, match="a generation after 1"):
         three[0].wait_for_newer(1, within_s=0.05)

@@ -19,7 +19,7 @@ def measured(name: str, *megabytes: float) -> System:
     )
 
 
-def test_a_row_is_compared_with_async_sgd_as_it_is() -> None:
+def test_row_is_compared_with_unmodified_async_sgd() -> None:
     plain, rounds = measured("async_sgd", 80.0, 90.0, 80.0), measured("inner_steps=8", 10.0)
     cells = row(rounds, plain).cells
     assert cells == {
@@ -34,7 +34,7 @@ def test_a_row_is_compared_with_async_sgd_as_it_is() -> None:
     )
 
 
-def test_a_row_that_was_not_measured_says_so() -> None:
+def test_unmeasured_row_says_so() -> None:
     plain, failed = (
         measured("async_sgd", 80.0),
         System(name="inner_steps=8", flags=(), failure="no"),
@@ -48,7 +48,7 @@ def test_a_row_that_was_not_measured_says_so() -> None:
 
 
 @pytest.mark.parametrize("system", systems(), ids=lambda system: system.name)
-def test_every_row_is_a_way_to_train(system: System) -> None:
+def test_every_row_is_a_training_configuration(system: System) -> None:
     options = flags().parse_args([*system.words(0.003), "--output=."])
     outer = OUTER[options.outer](nn.Linear(2, 1).parameters(), RANKS)
     assert outer.param_groups[0]["lr"] in (0.7, 1 / RANKS)

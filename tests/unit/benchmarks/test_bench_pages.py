@@ -41,7 +41,7 @@ def measured(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_table_that_was_written_can_be_read_again(measured: Path) -> None:
+def test_written_table_can_be_read_again(measured: Path) -> None:
     table, machine, command = read(measured / "out" / "t0.json")
     assert (table.columns, [row.name for row in table.rows], command) == (
         ("s",),
@@ -60,7 +60,7 @@ def test_the_page_has_each_measured_table_with_its_plot(measured: Path) -> None:
     assert (measured / "docs" / "benchmarks" / "t0.png").read_bytes() == b"a plot"
 
 
-def test_no_path_of_the_machine_gets_into_the_page(measured: Path) -> None:
+def test_page_contains_no_path_of_the_machine(measured: Path) -> None:
     write_pages(measured / "out", measured / "docs", ["t0"])
     page = (measured / "docs" / "benchmarks" / "tables.md").read_text()
     assert "theirs failed: python" in page
@@ -69,7 +69,7 @@ def test_no_path_of_the_machine_gets_into_the_page(measured: Path) -> None:
     assert str(REPOSITORY) not in page
 
 
-def test_a_table_goes_between_the_marks_of_other_pages(measured: Path) -> None:
+def test_table_is_inserted_between_the_markers_of_other_pages(measured: Path) -> None:
     page = measured / "docs" / "guide.md"
     page.write_text("Before.\n<!-- figures: t0 -->\nold\n<!-- end of figures -->\nAfter.\n")
     assert page in write_pages(measured / "out", measured / "docs", ["t0"])
@@ -81,7 +81,7 @@ def test_a_table_goes_between_the_marks_of_other_pages(measured: Path) -> None:
     assert page not in write_pages(measured / "out", measured / "docs", ["t0"])
 
 
-def test_a_line_for_each_table_with_a_target_goes_onto_the_page_to_look_at(measured: Path) -> None:
+def test_line_for_each_table_with_a_target_is_put_on_the_overview_page(measured: Path) -> None:
     write(
         measured / "out",
         dataclasses.replace(TABLE, key="t1", title="T of 1 / 2", target="none: a curve"),
@@ -98,7 +98,7 @@ def test_a_line_for_each_table_with_a_target_goes_onto_the_page_to_look_at(measu
     ]
 
 
-def test_the_page_to_look_at_has_the_anchors_of_the_tables() -> None:
+def test_overview_page_has_the_anchors_of_the_tables() -> None:
     docs = REPOSITORY / "docs"
     headings = re.findall(
         r"^## (.*)$", (docs / "benchmarks" / "tables.md").read_text(), re.MULTILINE
@@ -108,13 +108,13 @@ def test_the_page_to_look_at_has_the_anchors_of_the_tables() -> None:
     assert set(linked) <= {slug(heading) for heading in headings}
 
 
-def test_a_page_that_shows_what_was_never_measured_is_named(measured: Path) -> None:
+def test_page_that_shows_an_unmeasured_table_is_named(measured: Path) -> None:
     (measured / "docs" / "guide.md").write_text("<!-- figures: t5 -->\n<!-- end of figures -->\n")
     with pytest.raises(MeasurementError, match=r"guide\.md shows table t5, which was not measured"):
         write_pages(measured / "out", measured / "docs", ["t0"])
 
 
-def test_tables_that_were_not_measured_again_stay_in_their_places(measured: Path) -> None:
+def test_tables_that_were_not_remeasured_stay_in_place(measured: Path) -> None:
     for key in ("t2", "t1"):
         table = dataclasses.replace(TABLE, key=key, title=f"Table {key}")
         write(measured / "out", table, Machine.here(), "")
@@ -140,6 +140,6 @@ def test_tables_that_were_not_measured_again_stay_in_their_places(measured: Path
     assert "Table t2" not in pages[0].read_text() + pages[1].read_text()
 
 
-def test_no_pages_come_from_no_measurements(tmp_path: Path) -> None:
+def test_no_measurements_write_no_pages(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="run `python -m benchmarks` first"):
         write_pages(tmp_path, tmp_path, ["t0"])

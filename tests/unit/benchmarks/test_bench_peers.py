@@ -29,7 +29,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_this_interpreter_is_taken_if_its_torch_reconfigures(
+def test_current_interpreter_is_used_if_its_torch_can_reconfigure(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment(repository, "2.15.0")
@@ -37,7 +37,7 @@ def test_this_interpreter_is_taken_if_its_torch_reconfigures(
     assert peers.reconfiguring_python() == (Path(sys.executable), "2.14.1")
 
 
-def test_otherwise_the_newest_complete_environment_is_taken(repository: Path) -> None:
+def test_newest_complete_environment_is_the_fallback(repository: Path) -> None:
     environment(repository, "2.9.1")
     environment(repository, "2.12.1")
     expected = environment(repository, "2.14.1")
@@ -45,7 +45,7 @@ def test_otherwise_the_newest_complete_environment_is_taken(repository: Path) ->
     assert peers.reconfiguring_python() == (expected, "2.14.1")
 
 
-def test_without_one_the_error_says_what_to_install(repository: Path) -> None:
+def test_missing_environment_names_what_to_install(repository: Path) -> None:
     environment(repository, "2.12.1")
     with pytest.raises(MeasurementError, match=r"torch 2.13.0\+cpu has no _reconfigure, .*make "):
         peers.reconfiguring_python()

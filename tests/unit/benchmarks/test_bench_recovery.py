@@ -36,7 +36,7 @@ def killed(tmp_path: Path) -> tuple[Recovery, int]:
     return recovery, now
 
 
-def test_workers_are_not_whole_before_each_has_done_enough_steps_in_one_group(
+def test_group_is_incomplete_until_each_worker_has_taken_enough_steps_in_it(
     tmp_path: Path,
 ) -> None:
     now = time.monotonic_ns()
@@ -67,7 +67,7 @@ def test_recovery_is_over_when_the_last_survivor_has_stepped_in_a_newer_group(
     assert recovery.pause_s == pytest.approx(0.070)
 
 
-def test_a_step_that_the_old_group_finishes_after_the_kill_is_no_recovery(
+def test_step_finished_by_the_old_group_after_the_kill_is_not_a_recovery(
     tmp_path: Path, killed: tuple[Recovery, int]
 ) -> None:
     recovery, at_ns = killed
@@ -76,7 +76,7 @@ def test_a_step_that_the_old_group_finishes_after_the_kill_is_no_recovery(
     assert not recovery.over()
 
 
-def test_replacements_do_not_count_where_survivors_go_on(
+def test_replacements_do_not_count_where_survivors_continue(
     tmp_path: Path, killed: tuple[Recovery, int]
 ) -> None:
     recovery, at_ns = killed
@@ -85,7 +85,7 @@ def test_replacements_do_not_count_where_survivors_go_on(
     assert not recovery.over()
 
 
-def test_where_all_restart_new_processes_count(tmp_path: Path) -> None:
+def test_new_processes_count_where_all_restart(tmp_path: Path) -> None:
     now = time.monotonic_ns()
     for rank, pid in enumerate(WORKERS):
         log(tmp_path, pid, group=0, world_size=3, rank=rank, times_ns=[now] * SETTLED_STEPS)
@@ -106,7 +106,7 @@ def test_where_all_restart_new_processes_count(tmp_path: Path) -> None:
     assert recovery.pause_s == pytest.approx(5.0)
 
 
-def test_a_line_torn_by_a_kill_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
+def test_line_torn_by_a_kill_is_skipped_until_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "101.steps"
     file.write_text("5 1 3 0 7\n6 1 3")
     logs = StepLogs(tmp_path)

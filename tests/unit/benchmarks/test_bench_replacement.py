@@ -13,7 +13,7 @@ def commit(time_ns: int, group: int, world_size: int = 3) -> Commit:
     return Commit(time_ns=time_ns, group=group, world_size=world_size, rank=0, step=0)
 
 
-def test_full_strength_is_a_step_of_all_with_a_new_process_among_them() -> None:
+def test_full_strength_is_a_step_of_all_including_a_new_process() -> None:
     logs: Any = SimpleNamespace(
         read=lambda: None, commits={1: [commit(5, 1)], 2: [commit(5, 1)], 3: [commit(5, 1)]}
     )

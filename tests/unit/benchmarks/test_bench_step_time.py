@@ -33,7 +33,7 @@ def worker_flags(side: Any, tmp_path: Path) -> Any:
     return flags().parse_args(words[words.index("benchmarks.workers.train_shoal") + 1 :])
 
 
-def test_on_two_ranks_shoal_is_measured_by_default_without_comparisons_and_with_one_in_every_step(
+def test_default_comparison_interval_is_measured_against_none_and_every_step_on_two_ranks(
     tmp_path: Path,
 ) -> None:
     sides = SIDES_OF_RANKS[2]
@@ -64,7 +64,7 @@ def rows(always: Sequence[float]) -> list[Row]:
     ]
 
 
-def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() -> None:
+def test_verdict_judges_only_the_default_and_states_the_cost_of_comparing() -> None:
     text = step_time._verdict(rows([0.0075] * 4))
     assert text.startswith(
         "Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). "
@@ -74,7 +74,7 @@ def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() ->
 
 
 @pytest.mark.parametrize("always", [[], [0.0075] * 2])
-def test_a_side_that_failed_on_the_way_is_not_compared(always: Sequence[float]) -> None:
+def test_system_that_failed_midway_is_not_compared(always: Sequence[float]) -> None:
     assert "divided by the time" not in step_time._verdict(rows(always))
 
 

@@ -33,7 +33,7 @@ def system(
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_loss_is_reached_when_it_stays_low_and_then_since_the_first_look_that_found_it_so(
+def test_loss_is_reached_at_the_first_evaluation_from_which_it_stays_low(
     every: int,
 ) -> None:
     looks = Looks(0.2, every=every)
@@ -44,7 +44,7 @@ def test_a_loss_is_reached_when_it_stays_low_and_then_since_the_first_look_that_
     assert looks.reached_s == 3.0
 
 
-def test_all_processes_train_on_the_same_images_and_none_of_them_is_validated_on() -> None:
+def test_all_processes_train_on_the_same_images_disjoint_from_the_validation_set() -> None:
     (train, (images, labels)), (again, _) = digits(), digits()
     assert train.tensors[0].equal(again.tensors[0])
     assert (len(train), len(images), len(labels)) == (1408, 389, 389)
@@ -66,7 +66,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[float, float | None],
     return takes, allowed
 
 
-def test_a_row_has_the_learning_rate_that_reached_the_loss_soonest(
+def test_row_has_the_learning_rate_that_reached_the_loss_first(
     seconds: tuple[dict[float, float | None], list[float]],
 ) -> None:
     takes, allowed = seconds
@@ -96,7 +96,7 @@ def test_a_row_is_compared_with_ddp_with_the_slow_worker_and_with_itself_without
     assert "of ddp, one slow" not in row(ddp, ddp, even).cells
 
 
-def test_a_system_of_which_a_run_did_not_reach_the_loss_has_no_time() -> None:
+def test_system_with_a_run_that_missed_the_loss_has_no_time() -> None:
     ddp, failing = system("ddp", [16.0] * 2), system("async_sgd", [5.0, None])
     assert "s to loss" not in row(failing, ddp, failing).cells
     assert row(failing, ddp, failing).failure
@@ -130,7 +130,7 @@ def test_the_verdict_judges_asp_and_reports_the_others() -> None:
     )
 
 
-def test_the_command_of_a_row_is_one_that_its_worker_takes() -> None:
+def test_workers_accept_the_command_of_each_row() -> None:
     shown = system("async_sgd", [4.0], consistency="asp")
     assert shown.command.startswith(
         "shoal run --standalone --nproc-per-node 4 --servers 1 -m "
@@ -144,7 +144,7 @@ def test_the_command_of_a_row_is_one_that_its_worker_takes() -> None:
     )
 
 
-def test_curves_are_drawn_of_the_rows_that_have_any(tmp_path: Path) -> None:
+def test_curves_are_drawn_for_rows_with_data(tmp_path: Path) -> None:
     ddp, failed = (
         system("ddp", [16.0]),
         System(strategy="local_sgd", slow=1, failure="no coordinator"),

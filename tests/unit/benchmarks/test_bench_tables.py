@@ -31,7 +31,7 @@ def test_list_names_every_table() -> None:
     ]
 
 
-def test_a_table_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_unknown_table_is_refused_with_the_known_ones() -> None:
     answer = run("t99")
     assert answer.returncode == 2
     assert (
@@ -46,7 +46,7 @@ def test_every_table_has_a_module_that_measures_it(subtests: pytest.Subtests) ->
             assert callable(importlib.import_module(benchmark.module).measure)
 
 
-def test_a_report_holds_every_sample_and_why_a_row_is_empty(tmp_path: Path) -> None:
+def test_report_has_every_sample_and_the_reason_for_each_empty_row(tmp_path: Path) -> None:
     table = Table(
         key="t0",
         title="An example",

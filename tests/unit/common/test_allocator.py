@@ -45,12 +45,12 @@ def faults(mode: str, **environment: str) -> int:
 
 
 @only_glibc
-def test_messages_that_come_and_go_cause_no_page_faults_any_more() -> None:
+def test_recurring_messages_cause_no_more_page_faults() -> None:
     assert faults("default") > 1000
     assert faults("keep") < 50
 
 
 @only_glibc
-def test_what_the_environment_says_of_malloc_holds() -> None:
+def test_malloc_settings_in_the_environment_are_respected() -> None:
     assert faults("refused", MALLOC_TRIM_THRESHOLD_="131072") > 1000
     assert faults("refused", GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072") > 1000

@@ -11,7 +11,7 @@ from shoal_common.backoff import Backoff
 from shoal_common.errors import UnavailableError
 
 
-def test_waits_double_up_to_the_longest_and_begin_anew_after_a_success(
+def test_waits_double_up_to_a_maximum_and_start_over_after_a_success(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backoff._CHANCE, "uniform", lambda low, high: high)
@@ -27,7 +27,7 @@ def test_waits_are_spread_over_their_upper_half() -> None:
     assert len(set(waits)) > 1
 
 
-def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> None:
+def test_retry_hint_of_a_refusal_is_respected() -> None:
     busy = UnavailableError("busy", retry_after=timedelta(seconds=3))
     waits = [Backoff(longest_s=1.0).next_s(busy) for _ in range(100)]
     assert all(3.0 <= wait <= 3.75 for wait in waits)
@@ -38,7 +38,7 @@ def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> No
     )
 
 
-def test_a_wait_leaves_the_scripts_random_numbers_as_they_were() -> None:
+def test_wait_does_not_touch_the_scripts_random_numbers() -> None:
     random.seed(7)
     expected = [random.random() for _ in range(3)]
     random.seed(7)

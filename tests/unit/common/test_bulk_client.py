@@ -81,7 +81,7 @@ def pair(transport: Transport) -> tuple[OpenedConnection, Server]:
 
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.MEMORY])
-def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_the_next_one(
+def test_refused_upload_stops_and_the_connection_serves_the_next_one(
     transport: Transport,
 ) -> None:
     connection, server = pair(transport)
@@ -116,7 +116,7 @@ def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_
         assert serving.result(30).count(Kind.DATA) <= 1  # frames that were already on the way
 
 
-def test_an_upload_that_is_refused_by_a_server_that_goes_away_is_refused() -> None:
+def test_upload_refused_by_a_disconnecting_server_is_refused() -> None:
     connection, server = pair(Transport.TCP)
 
     def partitions() -> Iterator[tuple[pb.PushHeader, memoryview]]:
@@ -132,9 +132,7 @@ def test_an_upload_that_is_refused_by_a_server_that_goes_away_is_refused() -> No
         assert not connection.is_usable
 
 
-def test_who_connects_to_a_server_that_says_nothing_waits_no_longer_than_its_caller_allows() -> (
-    None
-):
+def test_connecting_to_a_silent_server_is_bounded_by_the_callers_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         opened = pb.OpenDataResponse(ticket=bytes(32), tcp_port=silent.getsockname()[1])
         given_up: list[Transport] = []
@@ -153,7 +151,7 @@ def test_who_connects_to_a_server_that_says_nothing_waits_no_longer_than_its_cal
         channel.close()
 
 
-def test_what_takes_grpc_in_the_end_has_what_is_left_of_its_callers_time() -> None:
+def test_fallback_to_grpc_gets_the_rest_of_the_callers_deadline() -> None:
     left: list[float] = []
 
     def open_data(request: Any, context: Any) -> Any:

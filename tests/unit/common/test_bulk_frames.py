@@ -30,7 +30,7 @@ from shoal_common.errors import CorruptDataError, InvalidRequestError
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_head_that_is_written_is_read(kind) -> None:
+def test_written_head_is_read_back(kind) -> None:
     assert parse_head(head(kind)) == Frame(kind, 0)
     assert len(head(kind)) == HEAD_BYTES
 
@@ -54,19 +54,19 @@ def test_a_length_over_the_limit_of_its_kind_is_refused(kind, most) -> None:
 
 
 @given(st.binary(min_size=HEAD_BYTES, max_size=HEAD_BYTES))
-def test_bytes_are_a_head_or_malformed(data) -> None:
+def test_arbitrary_bytes_are_a_head_or_malformed(data) -> None:
     with suppress(InvalidRequestError):
         assert head(*parse_head(data)) == data
 
 
-def test_a_greeting_carries_its_ticket_and_nothing_else_does() -> None:
+def test_only_a_greeting_carries_its_ticket() -> None:
     ticket = bytes(range(TICKET_BYTES))
     assert ticket_of(greeting(ticket)) == ticket
     assert len(greeting(ticket)) == GREETING_BYTES
     assert ticket_of(b"GET / HTTP/1.1\r\n".ljust(GREETING_BYTES)) is None
 
 
-def test_pieces_go_from_side_to_side_in_turn() -> None:
+def test_pieces_alternate_between_the_sides() -> None:
     server, descriptor = SharedArea.make()
     client = SharedArea.received(descriptor, AREA_BYTES)
     for number in range(3 * PIECES):
@@ -83,7 +83,7 @@ def test_pieces_go_from_side_to_side_in_turn() -> None:
     client.close()
 
 
-def test_the_other_side_cannot_take_pages_away() -> None:
+def test_peer_cannot_shrink_shared_memory() -> None:
     """A client can neither shrink nor seal the shared memory, which would kill the server with a
     signal. Holes that it punches are filled with new pages."""
     server, descriptor = SharedArea.make()
@@ -106,7 +106,7 @@ def test_the_other_side_cannot_take_pages_away() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [AREA_BYTES, 4096])
-def test_memory_that_is_not_sealed_is_not_taken(nbytes) -> None:
+def test_unsealed_memory_is_refused(nbytes) -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, nbytes)
     with pytest.raises(CorruptDataError, match="expected"):
@@ -115,7 +115,7 @@ def test_memory_that_is_not_sealed_is_not_taken(nbytes) -> None:
         os.fstat(descriptor)
 
 
-def test_an_area_is_closed_also_while_somebody_looks_at_it() -> None:
+def test_area_is_closed_even_while_a_view_is_alive() -> None:
     server, descriptor = SharedArea.make()
     os.close(descriptor)
     looking = server.next_filled(10)

@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_nobody_else_can_read_them_and_nothing_is_overwritten(made: Path) -> None:
+def test_certificates_are_private_and_never_overwritten(made: Path) -> None:
     assert {
         path.name: stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()
     } == dict.fromkeys(("ca.pem", "server.pem", "server.key", "client.pem", "client.key"), 0o600)
@@ -36,14 +36,14 @@ def test_nobody_else_can_read_them_and_nothing_is_overwritten(made: Path) -> Non
     assert (made / "ca.pem").read_bytes() == before
 
 
-def test_where_one_cannot_be_written_none_is(tmp_path: Path) -> None:
+def test_no_certificate_is_written_if_one_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot write the certificates"):
         write_files(tmp_path, {"one": b"1", "no/such/folder": b"2"})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "two words", "über", "a/b"])
-def test_a_name_that_no_machine_has_is_refused(name: str) -> None:
+def test_invalid_host_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="expected the name or address of a machine"):
         development_files([name], lifetime=timedelta(days=1))
 
@@ -81,7 +81,7 @@ def handshake(
     ("name", "good"),
     [("localhost", True), ("127.0.0.1", True), ("coordinator", True), ("elsewhere", False)],
 )
-def test_services_are_known_under_the_names_given(made: Path, name: str, good: bool) -> None:
+def test_services_are_valid_under_the_given_names(made: Path, name: str, good: bool) -> None:
     server = TlsSettings(certificate=made / "server.pem", key=made / "server.key").server_context()
     client = TlsSettings(authority=made / "ca.pem").client_context()
     _, problem = handshake(server, client, name)
@@ -89,7 +89,9 @@ def test_services_are_known_under_the_names_given(made: Path, name: str, good: b
 
 
 @pytest.mark.parametrize(("shown", "let_in"), [("client", True), ("server", True), (None, False)])
-def test_mutual_tls_works_with_them(made: Path, shown: str | None, let_in: bool) -> None:
+def test_mutual_tls_works_with_generated_certificates(
+    made: Path, shown: str | None, let_in: bool
+) -> None:
     """Mutual TLS accepts the client's and the server's certificate, and no missing one. A parameter
     server calls the coordinator with the certificate that it serves with."""
     server = TlsSettings(
@@ -106,7 +108,7 @@ def test_mutual_tls_works_with_them(made: Path, shown: str | None, let_in: bool)
     assert (problem is None) == let_in, problem
 
 
-def test_a_clients_certificate_serves_nobody(made: Path) -> None:
+def test_client_certificate_cannot_serve(made: Path) -> None:
     server = TlsSettings(certificate=made / "client.pem", key=made / "client.key").server_context()
     _, problem = handshake(
         server, TlsSettings(authority=made / "ca.pem").client_context(), "localhost"
@@ -115,7 +117,7 @@ def test_a_clients_certificate_serves_nobody(made: Path) -> None:
 
 
 @pytest.mark.parametrize(("known", "good"), [("a" * 32, True), ("b" * 32, False)])
-def test_a_pair_knows_the_listener_by_the_secret_that_they_share(known: str, good: bool) -> None:
+def test_two_peers_recognize_each_other_by_a_shared_secret(known: str, good: bool) -> None:
     listener, caller = PairContexts.listener("a" * 32), PairContexts.caller()
     here, there = socket.socketpair()
 

@@ -27,7 +27,7 @@ TOKENS = TokenTable({"t": "admin"})
         ({"max_message_bytes": 0}, "max_message_bytes=0"),
     ],
 )
-def test_channel_settings_that_cannot_work_are_refused(wrong, named):
+def test_invalid_channel_settings_are_refused(wrong, named):
     with pytest.raises(ConfigurationError, match=named):
         ChannelSettings(**{"address": "127.0.0.1:7000", **wrong})
 
@@ -44,7 +44,7 @@ def test_a_token_does_not_appear_in_the_settings_repr():
         ({"tls": TLS}, "without tokens;"),
     ],
 )
-def test_a_server_that_others_can_reach_needs_tls_and_tokens_or_an_explicit_word(settings, lacking):
+def test_server_reachable_by_others_requires_tls_and_tokens_or_explicit_consent(settings, lacking):
     with pytest.raises(ConfigurationError, match=lacking):
         ServerSettings(listen="0.0.0.0:0", **settings)
     assert ServerSettings(listen="0.0.0.0:0", insecure=True, **settings)
@@ -61,6 +61,6 @@ def test_a_server_that_others_can_reach_needs_tls_and_tokens_or_an_explicit_word
         ({"listen": "7000"}, "HOST:PORT"),
     ],
 )
-def test_server_settings_that_cannot_work_are_refused(wrong, named):
+def test_invalid_server_settings_are_refused(wrong, named):
     with pytest.raises(ConfigurationError, match=named):
         ServerSettings(**{"listen": "127.0.0.1:0", **wrong})

@@ -45,7 +45,7 @@ def test_every_codec_of_the_protocol_has_a_layout():
 
 
 @given(st.sampled_from(ALL), LENGTHS)
-def test_a_payload_is_as_long_as_said_and_a_multiple_of_4(codec, length):
+def test_payload_has_the_stated_length_and_a_multiple_of_4(codec, length):
     kept = kept_of(codec, length)
     payload = codecs.encode(codec, drawn(length), kept=kept)
     assert payload.nbytes == codecs.payload_bytes(codec, length, kept)
@@ -53,7 +53,7 @@ def test_a_payload_is_as_long_as_said_and_a_multiple_of_4(codec, length):
     assert decoded(codec, payload, length).shape == (length,)
 
 
-def test_sizes_are_those_of_the_layouts():
+def test_sizes_match_the_layouts():
     n = 1 << 20
     sizes = {codec: codecs.payload_bytes(codec, n, n // 100) for codec in ALL}
     assert sizes == {
@@ -68,7 +68,7 @@ def test_sizes_are_those_of_the_layouts():
 
 
 @given(FLOATS)
-def test_halves_lose_no_more_than_their_rounding(values):
+def test_half_precision_loses_no_more_than_its_rounding(values):
     half = decoded(pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, values), values.size)
     assert np.all(np.abs(half - values) <= np.maximum(np.abs(values) * 2**-11, 2**-25))
     bfloat = decoded(pb.CODEC_BFLOAT16, codecs.encode(pb.CODEC_BFLOAT16, values), values.size)
@@ -105,7 +105,7 @@ def test_topk_keeps_the_largest_exactly_and_nothing_else(length, share, seed):
     np.testing.assert_array_equal(out, expected)
 
 
-def test_topk_finds_its_places_beyond_one_block():
+def test_topk_finds_elements_beyond_one_block():
     values = np.zeros(200_001, np.float32)
     places = [0, 65_535, 65_536, 131_072, 200_000]
     values[places] = [5, -4, 3, -2, 1]
@@ -115,7 +115,7 @@ def test_topk_finds_its_places_beyond_one_block():
 
 
 @given(st.integers(1, 500), st.integers(0, 20))
-def test_randomk_sends_k_different_places_as_they_are(length, seed):
+def test_randomk_sends_k_distinct_elements_unchanged(length, seed):
     values = np.arange(1, length + 1, dtype=np.float32)
     kept = -(-length // 3)
     out = decoded(
@@ -127,7 +127,7 @@ def test_randomk_sends_k_different_places_as_they_are(length, seed):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("codec", ALL)
-def test_what_is_not_finite_stays_not_finite(codec, bad):
+def test_non_finite_values_stay_non_finite(codec, bad):
     values = drawn(3000)
     values[1234] = bad
     assert not np.isfinite(
@@ -135,7 +135,7 @@ def test_what_is_not_finite_stays_not_finite(codec, bad):
     ).all()
 
 
-def test_what_is_too_large_for_float16_becomes_infinite():
+def test_values_too_large_for_float16_become_infinite():
     out = decoded(
         pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, np.array([1e6, -1e6], np.float32)), 2
     )
@@ -195,7 +195,7 @@ def test_a_truncated_or_extended_payload_is_refused_or_is_another_valid_one(code
         lambda p: p[:26] + (400).to_bytes(2, "little"),  # a position outside the tensor
     ],
 )
-def test_topk_places_that_contradict_themselves_are_refused(damage):
+def test_contradictory_topk_indices_are_refused(damage):
     payload = bytes(codecs.encode(pb.CODEC_TOPK, drawn(300), kept=4))
     damaged = damage(payload)
     if damaged[20:] == payload[20:] and damaged[:4] == payload[:4]:
@@ -210,19 +210,19 @@ def test_topk_places_that_contradict_themselves_are_refused(damage):
 @pytest.mark.parametrize(
     ("start", "stride"), [(300, 7), (0, 300), (0, 0), (1, 6), (2**63, 1), (0, 2**64 - 1)]
 )
-def test_randomk_places_that_repeat_or_lie_outside_are_refused(start, stride, kept):
+def test_repeated_or_out_of_range_randomk_indices_are_refused(start, stride, kept):
     payload = start.to_bytes(8, "little") + stride.to_bytes(8, "little") + bytes(4 * kept)
     with pytest.raises(InvalidRequestError, match="RANDOMK"):
         decoded(pb.CODEC_RANDOMK, payload, 300)
 
 
 @pytest.mark.parametrize(("start", "stride"), [(1, 1), (0, 2), (2**63, 1)])
-def test_randomk_of_no_values_has_no_other_places_either(start, stride):
+def test_randomk_of_no_values_has_no_indices(start, stride):
     with pytest.raises(InvalidRequestError, match="RANDOMK"):
         decoded(pb.CODEC_RANDOMK, start.to_bytes(8, "little") + stride.to_bytes(8, "little"), 0)
 
 
-def test_a_refused_payload_allocates_nothing_to_speak_of():
+def test_refused_payload_allocates_almost_nothing():
     payload = bytearray(codecs.encode(pb.CODEC_TOPK, drawn(300), kept=4))
     payload[:4] = (2**32 - 1).to_bytes(4, "little")
     out = np.zeros(300, np.float32)
@@ -235,7 +235,7 @@ def test_a_refused_payload_allocates_nothing_to_speak_of():
         tracemalloc.stop()
 
 
-def test_arguments_that_cannot_work_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="contiguous one-dimensional float32"):
         codecs.decode(pb.CODEC_RAW, b"", np.zeros(0, np.float64))
     with pytest.raises(InvalidRequestError, match="kept=4: expected 0 to 3"):
@@ -269,13 +269,13 @@ def multiplied(payload: bytes, shapes: codecs.Shapes = PIECES) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (1, 0, 0), (3, 0, 2), (0, 0, 7)])
-def test_factors_are_multiplied_and_other_pieces_come_as_they_are(ranks):
+def test_factors_are_multiplied_and_other_pieces_are_unchanged(ranks):
     payload, expected = factored(ranks)
     assert len(payload) == codecs.powersgd_bytes(PIECES, ranks)
     np.testing.assert_allclose(multiplied(payload), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_factors_are_multiplied_in_tiles_as_in_one():
+def test_factors_multiplied_in_tiles_equal_one_product():
     rows, columns = 700, 300
     random = np.random.default_rng(1)
     left, right = (
@@ -300,14 +300,14 @@ def test_factors_are_multiplied_in_tiles_as_in_one():
         (0, "PAYLOAD_SIZE_MISMATCH"),
     ],
 )
-def test_ranks_that_a_piece_or_the_payload_cannot_have_are_refused(rank, reason):
+def test_impossible_ranks_are_refused(rank, reason):
     payload = factored((2, 0, 2))[0]
     with pytest.raises(InvalidRequestError, match="POWERSGD") as refusal:
         multiplied(rank.to_bytes(4, "little") + payload[4:])
     assert refusal.value.reason == reason
 
 
-def test_ranks_above_the_largest_are_refused_however_large_the_piece():
+def test_ranks_above_the_limit_are_refused_however_large_the_piece():
     shape, rank = (400, 400), codecs.POWERSGD_LARGEST_RANK
     left, right = np.ones((400, rank + 1), np.float32), np.ones((rank + 1, 400), np.float32)
     assert (
@@ -318,7 +318,7 @@ def test_ranks_above_the_largest_are_refused_however_large_the_piece():
 
 
 @given(st.integers(0, 3), st.integers(0, 2), st.data())
-def test_factors_with_bytes_changed_or_lost_are_decoded_or_refused(first, last, data):
+def test_factors_with_changed_or_missing_bytes_are_decoded_or_refused(first, last, data):
     payload = bytearray(factored((first, 0, last))[0])
     for _ in range(data.draw(st.integers(0, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -328,7 +328,7 @@ def test_factors_with_bytes_changed_or_lost_are_decoded_or_refused(first, last, 
         pass
 
 
-def test_a_size_that_no_ranks_give_is_refused_before_a_byte_is_there():
+def test_size_that_no_ranks_give_is_refused_before_reading():
     codecs.check_size(pb.CODEC_POWERSGD, 1720, 427, 3)
     for size in (8, 13, 1724):
         with pytest.raises(InvalidRequestError, match="expected a multiple of 4 from 12 to 1720"):
@@ -345,5 +345,5 @@ def test_a_size_that_no_ranks_give_is_refused_before_a_byte_is_there():
         ({"offset": 0, "length": 9, "row": 1}, (1, 9)),
     ],
 )
-def test_a_piece_of_whole_rows_is_a_matrix_and_any_other_a_vector(piece, shape):
+def test_piece_of_complete_rows_is_a_matrix_and_any_other_a_vector(piece, shape):
     assert codecs.piece_shape(**piece) == shape

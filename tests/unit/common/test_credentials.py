@@ -29,7 +29,7 @@ def without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(
+def test_token_comes_from_its_file_or_the_variable_and_the_file_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CallerSettings.load().bearer_token is None
@@ -51,7 +51,7 @@ def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(
         ("h\u00fcnter\n", "other than printable ASCII"),
     ],
 )
-def test_a_file_without_one_secret_is_named(
+def test_file_without_exactly_one_secret_is_named(
     tmp_path: Path, content: str | None, complaint: str
 ) -> None:
     path = tmp_path / "token"
@@ -62,7 +62,7 @@ def test_a_file_without_one_secret_is_named(
     assert str(path) in str(refused.value)
 
 
-def test_certificates_make_tls_and_a_client_ca_makes_it_mutual() -> None:
+def test_certificates_enable_tls_and_a_client_ca_makes_it_mutual() -> None:
     ca, certificate, key = Path("/ca"), Path("/cert"), Path("/key")
     assert Service.load().calling_tls is None
     assert Service.load().serving_tls is None
@@ -77,7 +77,7 @@ def test_certificates_make_tls_and_a_client_ca_makes_it_mutual() -> None:
         _ = Service.load(tls_client_ca=ca).serving_tls
 
 
-def test_a_variable_under_its_earlier_name_is_not_passed_over(
+def test_variable_under_its_former_name_is_not_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_TEST_TLS_CERTIFICATE", "/cert.pem")
@@ -97,7 +97,9 @@ def test_a_variable_under_its_earlier_name_is_not_passed_over(
         (coordinator, ["--store-url", "redis://u:hunter2@h:1"], "SHOAL_COORDINATOR_STORE_URL"),
     ],
 )
-def test_no_secret_is_taken_from_the_arguments(parse, arguments: list[str], remedy: str) -> None:
+def test_secrets_are_never_taken_from_the_arguments(
+    parse, arguments: list[str], remedy: str
+) -> None:
     with pytest.raises(ConfigurationError) as refused:
         parse(arguments)
     assert refused.value.reason == "SECRET_IN_ARGUMENTS"
@@ -112,7 +114,7 @@ def test_a_redis_url_with_a_password_comes_from_a_file(tmp_path: Path) -> None:
     assert "hunter2" not in repr(settings)
 
 
-def test_a_server_that_calls_over_tls_serves_over_it(tmp_path: Path) -> None:
+def test_server_with_tls_for_its_calls_serves_over_tls(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match="would call others over TLS but serve in plain text"
     ):
@@ -120,7 +122,7 @@ def test_a_server_that_calls_over_tls_serves_over_it(tmp_path: Path) -> None:
     assert ps_server([*PS, "--tls-ca", "/ca.pem", "--insecure"]).serving_tls is None
 
 
-def test_secrets_that_were_taken_out_of_the_environment_are_found_and_not_inherited() -> None:
+def test_secrets_removed_from_the_environment_are_available_but_not_inherited() -> None:
     script = """
 import os, subprocess, sys
 from shoal_common.security.secrets import take_secrets

@@ -72,7 +72,7 @@ def test_the_table_in_the_docstring_names_every_error_class():
         assert kind.__name__ in errors.__doc__
 
 
-def test_an_error_class_defined_elsewhere_travels_as_its_nearest_known_base():
+def test_error_class_defined_elsewhere_becomes_its_nearest_known_base():
     class ShardGone(StaleGenerationError):
         default_reason = "SHARD_GONE"
 
@@ -87,11 +87,11 @@ def test_an_error_message_keeps_class_reason_and_text_without_grpc(kind):
     assert (type(got), got.reason, str(got)) == (kind, "SOME_REASON", "what happened")
 
 
-def test_bytes_that_are_no_error_message_are_corrupt():
+def test_bytes_that_are_not_an_error_message_are_corrupt():
     assert type(from_error_message(b"\xff\xff")) is errors.CorruptDataError
 
 
-def test_the_error_info_is_what_other_languages_read():
+def test_error_info_is_readable_in_other_languages():
     (_, value), *rest = to_status(StaleGenerationError("old")).trailing_metadata
     assert not rest
     info = error_details_pb2.ErrorInfo()
@@ -102,14 +102,14 @@ def test_the_error_info_is_what_other_languages_read():
 @pytest.mark.parametrize(
     "message", ["x" * 100_000, "\N{SNOWMAN}" * 50_000, "lone surrogate \ud800"]
 )
-def test_messages_too_long_for_trailers_or_not_encodable_are_cut_not_lost(message):
+def test_messages_too_long_or_not_encodable_for_trailers_are_cut_and_not_lost(message):
     status = to_status(PreconditionError(message))
     assert status.details[:4] == message[:4]
     assert len(status.details.encode()) <= 1200
     assert len(status.trailing_metadata[0][1]) < 2000
 
 
-def test_a_status_of_grpcs_own_gets_the_class_of_its_code_and_says_what_was_asked():
+def test_grpcs_own_status_gets_the_class_of_its_code_and_names_the_request():
     got = from_rpc_error(
         FakeRpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect"),
         call="GetJob at 10.0.0.1:7000",
@@ -164,9 +164,7 @@ def test_an_error_info_of_another_domain_is_ignored():
         (grpc.StatusCode.NOT_FOUND, "X", "SystemExit", errors.UnknownResourceError),
     ],
 )
-def test_without_a_believable_class_the_reason_and_then_the_code_decide(
-    code, reason, named, expected
-):
+def test_reason_then_code_decide_without_a_known_class(code, reason, named, expected):
     detail = any_pb2.Any()
     detail.Pack(
         error_details_pb2.ErrorInfo(
@@ -189,12 +187,12 @@ def test_without_a_believable_class_the_reason_and_then_the_code_decide(
         (timedelta(days=1), timedelta(minutes=1)),
     ],
 )
-def test_when_to_try_again_travels_with_the_error(sent, received):
+def test_retry_hint_is_sent_with_the_error(sent, received):
     got = over_the_wire(UnavailableError("busy", reason="BUSY", retry_after=sent))
     assert (type(got), got.reason, got.retry_after) == (UnavailableError, "BUSY", received)
 
 
-def test_a_proxy_may_say_when_to_try_again():
+def test_proxy_may_send_a_retry_hint():
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.RetryInfo(retry_delay={"seconds": 4}))
     status = status_pb2.Status(code=14, message="overloaded", details=[detail])
@@ -208,7 +206,7 @@ def test_a_proxy_may_say_when_to_try_again():
     assert (type(got), got.retry_after) == (UnavailableError, timedelta(seconds=4))
 
 
-def test_a_hint_that_is_longer_than_any_wait_is_cut() -> None:
+def test_retry_hint_longer_than_any_wait_is_capped() -> None:
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.seconds = 2**62
     detail = any_pb2.Any()
@@ -228,7 +226,7 @@ def allocated_by_python() -> None:
 
 
 @pytest.mark.parametrize("allocate", [allocated_by_torch, allocated_by_python])
-def test_a_handler_that_runs_out_of_memory_reports_the_limit_and_no_bug(allocate) -> None:
+def test_handler_out_of_memory_reports_the_limit_and_not_a_bug(allocate) -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         allocate()
     reported = as_shoal_error(caught.value, "PushGradients")

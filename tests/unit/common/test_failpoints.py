@@ -33,21 +33,21 @@ def passed(package: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("service", "package"), PLACES.items())
-def test_every_failpoint_of_a_service_is_documented_and_every_documented_one_is_there(
+def test_every_failpoint_of_a_service_is_documented_and_every_documented_one_exists(
     service: str, package: str
 ) -> None:
     assert documented(service) == {"".join(found) for found in passed(package)}
 
 
 @pytest.mark.parametrize("wrong", ["name", "name@one=kill", "name@1=explode"])
-def test_a_wish_that_cannot_be_met_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_failpoint_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_FAILPOINTS", wrong)
     monkeypatch.setattr(failpoints, "_wanted", failpoints._wanted.__wrapped__)
     with pytest.raises(ConfigurationError, match="expected name@hit=action"):
         failpoints.failpoint("name")
 
 
-def test_the_hit_that_was_asked_for_fails_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_hit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_FAILPOINTS", "name@2=raise")
     monkeypatch.setattr(failpoints, "_wanted", failpoints._wanted.__wrapped__)
     monkeypatch.setattr(failpoints, "_hits", type(failpoints._hits)())

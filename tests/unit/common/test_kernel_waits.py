@@ -63,7 +63,7 @@ def acquired(folder: Path) -> Iterator[Wait]:
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_the_file_lock_or_socket_is_named_for_which_a_thread_waits(
+def test_file_lock_or_socket_that_a_thread_waits_for_is_named(
     tmp_path: Path, make: Callable[[Path], Iterator[Wait]], expected: str
 ) -> None:
     waits = make(tmp_path)
@@ -97,7 +97,7 @@ def test_a_thread_that_computes_in_python_waits_for_nothing() -> None:
     assert set(seen) == {""}
 
 
-def test_the_state_of_a_process_is_empty_once_it_has_ended() -> None:
+def test_state_of_an_ended_process_is_empty() -> None:
     assert process_state(os.getpid()).startswith(("R", "S"))
     child = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(child, 0)

@@ -47,7 +47,7 @@ def _at_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def test_nothing_is_logged_of_a_loop_that_turns(caplog: pytest.LogCaptureFixture) -> None:
+def test_responsive_loop_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def serve() -> None:
         watch = LoopWatch("the service", CollectorRegistry(), after=timedelta(seconds=60))
         await asyncio.sleep(0)
@@ -57,7 +57,7 @@ def test_nothing_is_logged_of_a_loop_that_turns(caplog: pytest.LogCaptureFixture
     assert not caplog.messages
 
 
-def test_metrics_count_the_time_of_a_blocked_loop_while_it_is_blocked() -> None:
+def test_metrics_count_blocked_time_while_the_loop_is_blocked() -> None:
     registry = CollectorRegistry()
 
     def counted() -> float:

@@ -22,7 +22,7 @@ HERE = ("127.0.0.1", 7000)
 FOREIGN = "192.0.2.77"  # reserved by RFC 5737: no machine has it
 
 
-def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
+def test_default_address_is_that_of_the_route_to_the_coordinator() -> None:
     assert OwnAddress.find(None, None, towards=HERE) == OwnAddress(
         announced="127.0.0.1", bound="127.0.0.1"
     )
@@ -32,13 +32,13 @@ def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
 
 
 @pytest.mark.parametrize("name", ["lo", "127.0.0.1", "localhost"])
-def test_an_interface_an_address_and_a_host_name_come_to_the_same(name: str) -> None:
+def test_interface_address_and_host_name_give_the_same_result(name: str) -> None:
     assert OwnAddress.find(name, None, towards=HERE) == OwnAddress(
         announced="127.0.0.1", bound="127.0.0.1"
     )
 
 
-def test_of_an_interface_with_both_families_that_of_the_coordinator_is_taken() -> None:
+def test_interface_with_both_families_uses_that_of_the_coordinator() -> None:
     assert interfaces()["lo"] == ["127.0.0.1", "::1"], (
         "this test needs a loopback interface with IPv4 and IPv6"
     )
@@ -46,11 +46,11 @@ def test_of_an_interface_with_both_families_that_of_the_coordinator_is_taken() -
     assert OwnAddress.find("lo", None, towards=("::1", 7000)).announced == "::1"
 
 
-def test_an_address_in_brackets_is_one() -> None:
+def test_address_in_brackets_is_accepted() -> None:
     assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).announced == FOREIGN
 
 
-def test_under_nat_another_address_is_reported_than_is_listened_on() -> None:
+def test_reported_address_differs_from_the_listening_one_under_nat() -> None:
     assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(
         announced=FOREIGN, bound="0.0.0.0"
     )
@@ -59,7 +59,7 @@ def test_under_nat_another_address_is_reported_than_is_listened_on() -> None:
     )
 
 
-def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_out() -> None:
+def test_address_of_another_machine_is_refused_with_the_local_ones_and_a_remedy() -> None:
     with pytest.raises(ConfigurationError) as refused:
         OwnAddress.find(FOREIGN, None, towards=HERE)
     assert refused.value.reason == "ADDRESS_UNUSABLE"
@@ -83,14 +83,14 @@ def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_
         (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is not an address of this machine"),
     ],
 )
-def test_what_nobody_could_use_is_refused(
+def test_unusable_addresses_are_refused(
     local: str | None, listen: str | None, expected: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         OwnAddress.find(local, listen, towards=HERE)
 
 
-def test_a_coordinator_whose_name_is_not_known_is_a_mistake_in_settings() -> None:
+def test_unknown_coordinator_host_is_a_configuration_error() -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"cannot resolve or reach the coordinator's host 'nowhere\.invalid'.*--local-addr",
@@ -98,7 +98,7 @@ def test_a_coordinator_whose_name_is_not_known_is_a_mistake_in_settings() -> Non
         OwnAddress.find(None, None, towards=("nowhere.invalid", 7000))
 
 
-def test_the_interfaces_are_those_of_the_kernel() -> None:
+def test_interfaces_match_the_kernels() -> None:
     found = interfaces()
     assert "127.0.0.1" in found["lo"]
     assert set(found) <= {name for _, name in socket.if_nameindex()}
@@ -110,7 +110,7 @@ def test_the_interfaces_are_those_of_the_kernel() -> None:
     assert of_interface("eth9") is None
 
 
-def test_a_service_is_named_by_an_interface_a_name_or_what_others_use() -> None:
+def test_service_address_may_be_an_interface_a_name_or_a_public_address() -> None:
     assert own_host("lo") == "127.0.0.1"
     assert own_host("elsewhere.example") == "elsewhere.example"
     assert own_host("") in {
@@ -120,6 +120,6 @@ def test_a_service_is_named_by_an_interface_a_name_or_what_others_use() -> None:
     }
 
 
-def test_a_name_or_a_host_without_a_way_is_no_error_where_one_only_asks() -> None:
+def test_unresolvable_names_and_unreachable_hosts_are_not_errors_in_a_query() -> None:
     assert resolved("nowhere.invalid") == []
     assert route_towards("nowhere.invalid", 9) is None

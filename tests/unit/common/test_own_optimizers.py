@@ -90,7 +90,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 2, 2), ()], ids=str)
-def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_lamb_matches_its_paper(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """LAMB computes what its paper says, even for a group without weight decay and under a
     schedule."""
     decayed, free = (torch.nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed in (1, 2))
@@ -122,7 +122,7 @@ def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype)
         )
 
 
-def test_lamb_takes_the_ratio_for_one_where_a_norm_is_zero() -> None:
+def test_lamb_uses_a_trust_ratio_of_one_where_a_norm_is_zero() -> None:
     zero, still = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(3))
     zero.grad, still.grad = torch.ones(3), torch.zeros(3)
     LAMB([zero, still], 0.5).step()
@@ -132,9 +132,7 @@ def test_lamb_takes_the_ratio_for_one_where_a_norm_is_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 4), (3, 2, 2, 2), (1, 6)], ids=str)
-def test_row_wise_adagrad_has_one_sum_for_each_row(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_row_wise_adagrad_keeps_one_sum_per_row(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     table = torch.nn.Parameter(noise(*shape, dtype=dtype))
     optimizer = RowWiseAdagrad(
         [table], 0.1, weight_decay=0.05, initial_accumulator_value=0.2, eps=1e-4
@@ -166,7 +164,7 @@ def test_row_wise_adagrad_of_a_vector_is_adagrad() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
+def test_delayed_nesterov_matches_its_paper(dtype: torch.dtype) -> None:
     """DelayedNesterov computes algorithm 3 of Liu et al., 2024, with c = 0, even under a
     schedule."""
     parameter = torch.nn.Parameter(noise(5, dtype=dtype))
@@ -191,7 +189,7 @@ def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_so_many_gradients_of_delayed_nesterov_are_one_step_of_nesterov_with_their_mean(
+def test_n_gradients_of_delayed_nesterov_equal_one_nesterov_step_with_their_mean(
     every: int,
 ) -> None:
     ours, theirs = (torch.nn.Parameter(noise(6)) for _ in range(2))
@@ -206,7 +204,7 @@ def test_so_many_gradients_of_delayed_nesterov_are_one_step_of_nesterov_with_the
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_delayed_nesterov_goes_on_after_a_restart_and_another_number_of_workers() -> None:
+def test_delayed_nesterov_continues_after_a_restart_with_another_number_of_workers() -> None:
     ours, theirs = (torch.nn.Parameter(noise(6)) for _ in range(2))
     kept, again = DelayedNesterov([ours], every=4), DelayedNesterov([theirs], every=4)
     for step in range(10):
@@ -225,7 +223,7 @@ def test_delayed_nesterov_goes_on_after_a_restart_and_another_number_of_workers(
 
 
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
-def test_maximize_climbs(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_maximize_ascends(kind: Callable[..., torch.optim.Optimizer]) -> None:
     down, up = (torch.nn.Parameter(noise(4, 3)) for _ in range(2))
     down.grad, up.grad = noise(4, 3, seed=1), -noise(4, 3, seed=1)
     kind([down], 0.1).step()
@@ -235,7 +233,7 @@ def test_maximize_climbs(kind: Callable[..., torch.optim.Optimizer]) -> None:
 
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_parameters_are_rounded_once_a_step(
+def test_sixteen_bit_parameters_are_rounded_once_per_step(
     kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
 ) -> None:
     narrow = torch.nn.Parameter(noise(4, 3).to(dtype))
@@ -247,7 +245,7 @@ def test_sixteen_bit_parameters_are_rounded_once_a_step(
     assert torch.equal(narrow, wide.to(dtype))
 
 
-def test_sums_over_rows_of_sixteen_bit_tables_go_on_growing_also_after_a_restart() -> None:
+def test_row_sums_of_sixteen_bit_tables_keep_growing_even_after_a_restart() -> None:
     """A row's sum keeps growing when the table is in bfloat16, where 256 + 1 would be rounded to
     256."""
     table = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
@@ -271,7 +269,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("shape", [(1, 300_000), (3, 100_000), (300_000,)], ids=str)
-def test_the_number_of_threads_does_not_change_a_bit(
+def test_number_of_threads_changes_no_bit(
     kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]
 ) -> None:
     """The number of threads does not change the result, because a server that is restored on
@@ -311,6 +309,6 @@ def test_sparse_gradients_are_refused_with_a_remedy() -> None:
         RowWiseAdagrad(table.parameters()).step()
 
 
-def test_users_find_them_under_shoal() -> None:
+def test_own_optimizers_are_exported_by_shoal() -> None:
     ours = (shoal.optim.LAMB, shoal.optim.RowWiseAdagrad, shoal.optim.DelayedNesterov)
     assert ours == (LAMB, RowWiseAdagrad, DelayedNesterov)

@@ -28,7 +28,7 @@ def receive_all(receiver: PullReceiver, chunks) -> None:
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5), st.integers(1, 60))
-def test_partitions_arrive_whole_whatever_the_chunks(payloads, size):
+def test_partitions_arrive_intact_for_any_chunking(payloads, size):
     buffers = {number: bytearray(len(payload)) for number, payload in enumerate(payloads)}
     receiver = PullReceiver(lambda opened: memoryview(buffers[opened.partition_id]))
     for number, payload in enumerate(payloads):
@@ -38,7 +38,7 @@ def test_partitions_arrive_whole_whatever_the_chunks(payloads, size):
     assert [bytes(buffer) for buffer in buffers.values()] == payloads
 
 
-def test_payloads_go_into_arrays_of_any_shape():
+def test_payloads_are_received_into_arrays_of_any_shape():
     target = np.zeros((2, 3), "<f4")
     payload = np.arange(6, dtype="<f4").tobytes()
     receiver = PullReceiver(lambda _: memoryview(target))
@@ -47,14 +47,14 @@ def test_payloads_go_into_arrays_of_any_shape():
     assert np.array_equal(target, np.arange(6, dtype="<f4").reshape(2, 3))
 
 
-def test_a_partition_nobody_wants_is_dropped_but_still_checked_for_length():
+def test_unwanted_partition_is_dropped_but_still_checked_for_length():
     receiver = PullReceiver(lambda _: None)
     receiver.receive(header(0, b"abcd"), memoryview(b"ab"))
     with pytest.raises(CorruptDataError, match="2 of 4 bytes"):
         receiver.finish()
 
 
-def test_unchanged_partitions_ask_for_no_buffer():
+def test_unchanged_partitions_request_no_buffer():
     receiver = PullReceiver(lambda _: pytest.fail("no buffer may be requested"))
     receiver.receive(pb.PullHeader(partition_id=3, unchanged=True), memoryview(b""))
     assert receiver.finish()[0].partition_id == 3
@@ -73,7 +73,7 @@ def test_unchanged_partitions_ask_for_no_buffer():
         ([(pb.PullHeader(payload_bytes=-1), b"")], "STREAM_MALFORMED"),
     ],
 )
-def test_streams_that_break_their_promise_are_corrupt(chunks, reason):
+def test_inconsistent_streams_are_corrupt(chunks, reason):
     receiver = PullReceiver(lambda opened: memoryview(bytearray(max(0, opened.payload_bytes))))
     with pytest.raises(CorruptDataError) as refused:
         receive_all(receiver, chunks)
@@ -83,6 +83,6 @@ def test_streams_that_break_their_promise_are_corrupt(chunks, reason):
 @pytest.mark.parametrize(
     "buffer", [memoryview(bytearray(3)), memoryview(b"abcd")], ids=["short", "read-only"]
 )
-def test_a_buffer_that_cannot_take_the_partition_is_refused(buffer):
+def test_unsuitable_buffer_is_refused(buffer):
     with pytest.raises(ConfigurationError, match="writable buffer of 4"):
         PullReceiver(lambda _: buffer).receive(header(0, b"abcd"), memoryview(b"abcd"))

@@ -57,20 +57,20 @@ def test_clients_have_no_method_without_an_rpc():
         }
 
 
-def test_every_rpc_is_either_repeated_or_not():
+def test_every_rpc_is_declared_retryable_or_not():
     for service in SERVICES.values():
         repeated, not_repeated = IDEMPOTENT[service.full_name], NOT_REPEATED[service.full_name]
         assert not repeated & not_repeated
         assert repeated | not_repeated == {method.name for method in service.methods}
 
 
-def test_no_rpc_with_a_stream_of_requests_is_repeated_by_grpc():
+def test_request_streams_are_never_retried_by_grpc():
     for service in SERVICES.values():
         for method in service.methods:
             assert not (method.client_streaming and method.name in IDEMPOTENT[service.full_name])
 
 
-def test_the_service_config_repeats_on_unavailable_only():
+def test_service_config_retries_only_on_unavailable():
     config = json.loads(
         service_config(
             attempts=3,

@@ -21,7 +21,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def keepers(process: int) -> list[psutil.Process]:
+def cleanup_processes(process: int) -> list[psutil.Process]:
     return psutil.Process(process).children()
 
 
@@ -52,7 +52,7 @@ def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, path
 
 
-def test_it_is_gone_with_what_it_holds_when_it_is_closed(temporary: Path) -> None:
+def test_closed_directory_is_removed_with_its_contents(temporary: Path) -> None:
     scratch = ScratchDirectory("test")
     (scratch.path / "file").touch()
     scratch.close()
@@ -60,15 +60,15 @@ def test_it_is_gone_with_what_it_holds_when_it_is_closed(temporary: Path) -> Non
     assert list(temporary.iterdir()) == []
 
 
-def test_its_keeper_ends_with_it() -> None:
-    others = keepers(os.getpid())
+def test_cleanup_process_ends_with_the_directory() -> None:
+    others = cleanup_processes(os.getpid())
     scratch = ScratchDirectory("test")
-    (keeper,) = [one for one in keepers(os.getpid()) if one not in others]
+    (keeper,) = [one for one in cleanup_processes(os.getpid()) if one not in others]
     scratch.close()
     assert not keeper.is_running()
 
 
-def test_what_a_killed_owner_left_is_removed_though_nobody_makes_another(temporary: Path) -> None:
+def test_directory_of_a_killed_owner_is_removed_without_another_owner(temporary: Path) -> None:
     process, path = owner(temporary)
     assert path.parent == temporary
     with process:
@@ -76,17 +76,17 @@ def test_what_a_killed_owner_left_is_removed_though_nobody_makes_another(tempora
     wait_empty(temporary)
 
 
-def test_no_signal_to_the_owners_group_reaches_its_keeper(temporary: Path) -> None:
+def test_signals_to_the_owners_group_do_not_reach_the_cleanup_process(temporary: Path) -> None:
     process, _ = owner(temporary)
     with process:
-        (keeper,) = keepers(process.pid)
+        (keeper,) = cleanup_processes(process.pid)
         assert os.getsid(keeper.pid) == keeper.pid
         process.kill()
     wait_empty(temporary)
 
 
 @pytest.mark.parametrize("moment", ["tempfile.mkstemp", "fcntl.flock", "pathlib.Path.rename"])
-def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(
+def test_owner_killed_before_its_directory_is_locked_leaves_none(
     temporary: Path, moment: str
 ) -> None:
     module = moment.split(".", 1)[0]
@@ -105,7 +105,7 @@ def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(
     wait_empty(temporary)
 
 
-def test_what_is_written_after_the_owners_death_goes_as_well(temporary: Path) -> None:
+def test_files_written_after_the_owners_death_are_removed_too(temporary: Path) -> None:
     process, path = owner(temporary)
     with process:
         process.kill()
@@ -117,12 +117,12 @@ def test_what_is_written_after_the_owners_death_goes_as_well(temporary: Path) ->
     wait_empty(temporary)
 
 
-def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_nothing_of_the_living(
+def test_next_owner_removes_leftovers_if_the_cleanup_process_died_too(
     temporary: Path,
 ) -> None:
     (dead, left), (living, kept) = owner(temporary), owner(temporary)
     with dead, living:
-        for keeper in keepers(dead.pid):
+        for keeper in cleanup_processes(dead.pid):
             keeper.kill()
         dead.send_signal(signal.SIGKILL)
         dead.wait()
@@ -137,7 +137,7 @@ def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_noth
     wait_empty(temporary)
 
 
-def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_one(
+def test_directory_without_a_lock_is_removed_after_a_minute_and_not_before(
     temporary: Path,
 ) -> None:
     old, young, other = (
@@ -153,7 +153,7 @@ def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_o
     assert sorted(temporary.iterdir()) == [other, young]
 
 
-def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
+def test_exiting_forked_child_removes_nothing(temporary: Path) -> None:
     script = (
         "import os, sys; from shoal_common.system.scratch import ScratchDirectory; own = "
         "ScratchDirectory('test'); child = os.fork()\n"
@@ -172,7 +172,7 @@ def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_whatever_has_no_owners_lock_is_left_alone(temporary: Path) -> None:
+def test_directories_without_an_owners_lock_file_are_left_alone(temporary: Path) -> None:
     (temporary / "shoal-logs-1").mkdir()
     (temporary / "shoal-file").touch()
     elsewhere = temporary / "elsewhere"

@@ -12,7 +12,7 @@ from shoal_common.security.authentication import Holder, Role, TlsSettings, Toke
 TABLE = TokenTable({"alpha-token": Role.ADMIN, "beta-token": "worker"})
 
 
-def test_a_token_gives_its_role():
+def test_token_maps_to_its_role():
     assert TABLE.holder_of("Bearer alpha-token").role is Role.ADMIN
     assert TABLE.holder_of("bearer beta-token").role is Role.WORKER
 
@@ -28,7 +28,7 @@ def test_a_token_gives_its_role():
         ("Basic alpha-token", "TOKEN_INVALID"),
     ],
 )
-def test_anything_else_is_refused_without_repeating_it(authorization, reason):
+def test_anything_else_is_refused_without_echoing_it(authorization, reason):
     with pytest.raises(AuthenticationError) as refused:
         TABLE.holder_of(authorization)
     assert refused.value.reason == reason
@@ -36,7 +36,7 @@ def test_anything_else_is_refused_without_repeating_it(authorization, reason):
 
 
 @given(st.text())
-def test_no_header_gets_in_by_accident(authorization):
+def test_malformed_headers_are_never_accepted(authorization):
     with pytest.raises(AuthenticationError):
         TABLE.holder_of(authorization)
 
@@ -146,7 +146,7 @@ def test_half_of_a_tls_pair_and_a_wrong_client_authority_are_refused(pems):
         ).load()
 
 
-def test_a_token_may_be_for_one_job_and_for_those_in_which_its_launchers_meet(tmp_path):
+def test_token_may_be_for_one_job_and_its_launchers_rendezvous(tmp_path):
     path = tmp_path / "tokens"
     path.write_text("worker@train-1: aaa\nworker: bbb\n")
     table = TokenTable.from_file(path)

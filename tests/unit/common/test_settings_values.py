@@ -71,13 +71,13 @@ def test_durations_are_exact_to_the_microsecond(number, unit):
 
 
 @given(st.text(max_size=30))
-def test_no_text_makes_the_parsers_fail_in_another_way(text):
+def test_no_text_raises_another_error_in_the_parsers(text):
     for parse in (parse_duration, parse_address):
         with contextlib.suppress(ConfigurationError):
             parse(text)
 
 
-def test_a_long_value_is_shown_shortened():
+def test_long_value_is_shown_truncated():
     with pytest.raises(ConfigurationError) as refused:
         parse_duration("x" * 10_000)
     assert len(str(refused.value)) < 400
@@ -144,7 +144,7 @@ class NeedySettings(ShoalSettings):
     coordinator: AddressField
 
 
-def test_arguments_win_over_the_environment_and_the_environment_over_defaults(monkeypatch):
+def test_arguments_override_the_environment_and_the_environment_overrides_defaults(monkeypatch):
     monkeypatch.setenv("SHOAL_DEMO_LEASE", "2s")
     monkeypatch.setenv("SHOAL_DEMO_WORKERS", "3")
     monkeypatch.setenv("SHOAL_DEMO_LISTEN", "")
@@ -156,9 +156,7 @@ def test_arguments_win_over_the_environment_and_the_environment_over_defaults(mo
     )
 
 
-def test_a_relative_directory_is_that_of_the_working_directory_when_settings_are_loaded(
-    monkeypatch, tmp_path
-):
+def test_relative_directory_is_resolved_when_settings_are_loaded(monkeypatch, tmp_path):
     monkeypatch.setenv("SHOAL_DEMO_DATA_DIR", "data")
     monkeypatch.chdir(tmp_path)
     settings = DemoSettings.load()
@@ -186,7 +184,7 @@ def test_a_bad_value_becomes_one_error_with_field_value_and_remedy(
     assert "\n" not in str(refused.value)
 
 
-def test_all_mistakes_are_reported_at_once_and_unknown_arguments_too():
+def test_all_mistakes_are_reported_at_once_including_unknown_arguments():
     with pytest.raises(ConfigurationError) as refused:
         DemoSettings.load(lease="soon", wrokers=3)
     assert "lease='soon'" in str(refused.value)
@@ -215,12 +213,12 @@ VALUES = st.text(max_size=20) | st.integers() | st.floats() | st.lists(st.intege
 
 
 @given(st.dictionaries(st.sampled_from(["listen", "lease", "workers"]), VALUES))
-def test_no_value_makes_loading_fail_in_another_way(given_values):
+def test_no_value_raises_another_error_while_loading(given_values):
     with contextlib.suppress(ConfigurationError):
         DemoSettings.load(**given_values)
 
 
-def test_a_variable_that_is_not_json_where_a_list_is_expected_is_named(monkeypatch):
+def test_variable_that_is_not_a_json_list_is_named(monkeypatch):
     class ListSettings(ShoalSettings):
         model_config = SettingsConfigDict(env_prefix="SHOAL_LIST_")
         hosts: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ hang()
 
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS)
-def test_the_function_in_which_a_process_hangs_is_the_innermost_of_the_main_thread(
+def test_innermost_function_of_the_main_thread_names_where_a_process_hangs(
     hang: str,
 ) -> None:
     with process(hang) as pid:
@@ -102,7 +102,7 @@ def test_a_script_that_uses_the_signal_keeps_it() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_process_that_is_gone_is_unknown() -> None:
+def test_ended_process_is_unknown() -> None:
     with process("time.sleep(600)") as pid:
         pass
     with pytest.raises(UnknownResourceError, match=f"there is no process {pid}"):

@@ -27,7 +27,9 @@ def encoded(image: BucketImage) -> bytes:
 
 
 @pytest.mark.parametrize("count", [3, 0])
-def test_a_file_is_read_by_safetensors_and_comes_back_as_it_was(tmp_path: Path, count: int) -> None:
+def test_file_is_readable_by_safetensors_and_read_back_unchanged(
+    tmp_path: Path, count: int
+) -> None:
     rows = RowsImage(
         ids=ROWS.ids[:count],
         values=ROWS.values[:count],
@@ -62,7 +64,7 @@ def test_a_file_is_read_by_safetensors_and_comes_back_as_it_was(tmp_path: Path, 
         np.testing.assert_array_equal(loaded[name], array)
 
 
-def test_every_file_that_is_cut_or_lacks_something_is_refused() -> None:
+def test_truncated_and_incomplete_files_are_refused() -> None:
     data = encoded(IMAGE)
     for end in range(len(data)):
         with pytest.raises(ValueError, match=r"\w"):

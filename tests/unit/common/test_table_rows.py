@@ -52,7 +52,7 @@ def steps(
         ("sparse_adam", {"lr": 0.01, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "maximize": 1.0}),
     ],
 )
-def test_rows_are_stepped_as_torch_steps_an_embedding_with_sparse_gradients(
+def test_rows_are_updated_like_an_embedding_with_sparse_gradients_in_torch(
     optimizer: str, hyperparameters: dict[str, float]
 ) -> None:
     spec = table(optimizer, hyperparameters)
@@ -79,7 +79,7 @@ def test_rows_are_stepped_as_torch_steps_an_embedding_with_sparse_gradients(
     )
 
 
-def test_row_wise_adagrad_is_that_of_a_dense_table_with_zero_gradients_elsewhere() -> None:
+def test_row_wise_adagrad_equals_a_dense_table_with_zero_gradients_elsewhere() -> None:
     spec = table("rowwise_adagrad", {"lr": 0.1, "initial_accumulator_value": 0.2})
     rows = Rows(spec, DIM)
     weight = nn.Parameter(torch.from_numpy(rows.values(np.arange(40))))
@@ -95,7 +95,7 @@ def test_row_wise_adagrad_is_that_of_a_dense_table_with_zero_gradients_elsewhere
     assert rows.image().state["sum"].shape == (len(rows),)
 
 
-def test_rows_that_nobody_pushed_take_no_memory_and_are_what_their_ids_say() -> None:
+def test_untouched_rows_take_no_memory_and_are_derived_from_their_ids() -> None:
     spec = table()
     rows = Rows(spec, DIM)
     before = rows.nbytes
@@ -106,7 +106,7 @@ def test_rows_that_nobody_pushed_take_no_memory_and_are_what_their_ids_say() -> 
     assert (len(rows), rows.nbytes) == (0, before)
 
 
-def test_an_update_that_is_only_asked_for_changes_nothing() -> None:
+def test_previewed_update_changes_nothing() -> None:
     rows = Rows(table("sparse_adam", {"lr": 0.1}), DIM)
     rows.update(np.array([1, 2]), np.ones((2, DIM), np.float32), 1)
     before = rows.image()
@@ -127,7 +127,7 @@ def test_an_update_that_is_only_asked_for_changes_nothing() -> None:
     ),
     st.randoms(),
 )
-def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) -> None:
+def test_rows_behave_like_a_dictionary(pushes: list[list[int]], random: Any) -> None:
     """A table behaves like a dictionary from ids to rows, with ids in any order, growth, eviction
     and restarts."""
     spec = table("sgd", {"lr": 1.0}, max_rows=50, buckets=1, initializer="zeros", scale=0.0)
@@ -149,14 +149,14 @@ def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) ->
             rows = Rows(spec, 2, rows.image())
 
 
-def test_of_rows_that_were_pushed_together_those_with_the_smallest_ids_go_first() -> None:
+def test_of_rows_pushed_together_the_smallest_ids_are_evicted_first() -> None:
     rows = Rows(table("sgd", {"lr": 1.0}, max_rows=5, buckets=1), 1)
     for step, ids in enumerate(([10, 20, 30], [5, 15], [5, 10, 15, 20, 30], [40]), 1):
         rows.update(np.array(ids), np.ones((len(ids), 1), np.float32), step)
     assert rows.image().ids.tolist() == [10, 15, 20, 30, 40]
 
 
-def test_rows_go_that_were_not_pushed_for_long() -> None:
+def test_rows_not_pushed_for_long_are_evicted() -> None:
     spec = table("sgd", {"lr": 1.0}, max_age=32)
     rows, early, late = Rows(spec, DIM), np.arange(5), np.arange(5, 8)
     rows.update(early, np.ones((5, DIM), np.float32), 1)
@@ -177,7 +177,7 @@ def test_rows_go_that_were_not_pushed_for_long() -> None:
     [{"max_age": 20}, {"max_rows": 24, "buckets": 1}, {"max_age": 5, "max_rows": 16, "buckets": 1}],
 )
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
-def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict[str, int]) -> None:
+def test_saved_rows_continue_bit_for_bit(optimizer: str, limits: dict[str, int]) -> None:
     spec = table(optimizer, {"lr": 0.1}, **limits)
     whole, restored = Rows(spec, DIM), Rows(spec, DIM)
     pushed: set[int] = set()
@@ -197,7 +197,7 @@ def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict
     assert 0 < len(whole) < len(pushed)  # some rows were evicted
 
 
-def test_who_chooses_ids_does_not_choose_where_they_are_looked_for() -> None:
+def test_chosen_ids_do_not_determine_hash_positions() -> None:
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 1_000_000)
     alike = ids[(hashed(ids) >> np.uint64(32)) & np.uint64(8191) == 0]
     assert len(alike) > 50
@@ -241,18 +241,18 @@ def test_many_rows_are_found_again() -> None:
         ({"optimizer": "sparse_adam", "hyperparameters": {"lr": 0.0}}, "lr and eps above 0"),
     ],
 )
-def test_what_cannot_work_is_named(change: dict[str, Any], problem: str) -> None:
+def test_invalid_specifications_are_named(change: dict[str, Any], problem: str) -> None:
     assert table().contradiction() == ""
     assert problem in table(**change).contradiction()
 
 
-def test_shapes_of_tables_are_rows_and_dim() -> None:
+def test_table_shapes_are_rows_by_dim() -> None:
     assert wrong_shape((0, 16)) == wrong_shape((10**12, 1)) == ""
     for shape in ((16,), (-1, 16), (0, 0), (0, 16_385), (1, 2, 3)):
         assert "expected [rows, dim]" in wrong_shape(shape)
 
 
-def test_a_specification_is_the_same_after_a_way_through_messages_and_json() -> None:
+def test_specification_survives_a_round_trip_through_messages_and_json() -> None:
     spec = table("sparse_adam", {"lr": 0.3}, max_age=3, max_rows=64, seed=2**64 - 1)
     assert TableSpec.of_message(spec.message()) == spec
     assert TableSpec.from_json(spec.to_json()) == spec

@@ -28,7 +28,7 @@ def test_the_hash_is_splitmix64() -> None:
     assert int(hashed(np.array([0]))[0]) == 0xE220A8397B1DCDAF
 
 
-def test_a_row_does_not_depend_on_the_others_asked_for() -> None:
+def test_row_does_not_depend_on_the_other_requested_ones() -> None:
     ids = np.arange(-500, 500)
     # more rows than are computed at once
     whole = initial_rows(ids, 300, seed=3, initializer="normal", scale=1.0)
@@ -38,7 +38,7 @@ def test_a_row_does_not_depend_on_the_others_asked_for() -> None:
         ).all()
 
 
-def test_normal_and_uniform_rows_are_distributed_as_they_say() -> None:
+def test_normal_and_uniform_rows_have_the_stated_distribution() -> None:
     ids = np.arange(20_000)
     normal = initial_rows(ids, 16, seed=1, initializer="normal", scale=2.0).astype(np.float64) / 2
     assert abs(normal.mean()) < 0.01
@@ -52,7 +52,7 @@ def test_normal_and_uniform_rows_are_distributed_as_they_say() -> None:
     assert not initial_rows(ids, 2, seed=1, initializer="zeros", scale=0.0).any()
 
 
-def test_rows_differ_with_seed_id_and_place() -> None:
+def test_rows_differ_by_seed_id_and_position() -> None:
     rows = initial_rows(np.arange(1000), 8, seed=1, initializer="uniform", scale=1.0)
     other = initial_rows(np.arange(1000), 8, seed=2, initializer="uniform", scale=1.0)
     assert len(np.unique(rows)) > 0.999 * rows.size
@@ -77,7 +77,7 @@ def test_gradients_of_one_id_are_added() -> None:
     assert (found.tolist(), summed.shape) == ([], (0, 2))
 
 
-def test_ids_are_divided_by_bucket_in_their_order() -> None:
+def test_ids_are_grouped_by_bucket_in_their_order() -> None:
     ids = np.arange(100) * 17
     places = by_bucket(ids, 8)
     assert len(places) == 8

@@ -6,7 +6,7 @@ import pytest
 from shoal_common.tasks import end_tasks
 
 
-def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
+def test_task_that_swallows_a_cancellation_is_cancelled_again() -> None:
     lost = 0
 
     async def rounds() -> None:
@@ -44,5 +44,5 @@ def test_a_task_that_has_failed_keeps_its_error() -> None:
     asyncio.run(test())
 
 
-def test_nothing_to_end() -> None:
+def test_ending_no_tasks_does_nothing() -> None:
     asyncio.run(end_tasks([]))

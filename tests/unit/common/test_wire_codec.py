@@ -55,7 +55,7 @@ def generated(message, header, payload: bytes):
 
 
 @given(CHUNKS)
-def test_what_we_encode_is_byte_for_byte_what_protobuf_encodes(chunk):
+def test_encoding_is_byte_for_byte_that_of_protobuf(chunk):
     (message, encode, _, _), header, payload = chunk
     assert (
         encode((header, memoryview(payload)))
@@ -64,7 +64,7 @@ def test_what_we_encode_is_byte_for_byte_what_protobuf_encodes(chunk):
 
 
 @given(CHUNKS)
-def test_what_protobuf_encodes_we_decode_without_copying_the_payload(chunk):
+def test_protobuf_encoding_is_decoded_without_copying_the_payload(chunk):
     (message, _, decode, _), header, payload = chunk
     data = generated(message, header, payload).SerializeToString()
     got_header, got_payload = decode(data)
@@ -117,7 +117,7 @@ FIELDS = st.one_of(
 
 
 @given(st.lists(FIELDS, max_size=6))
-def test_fields_in_any_order_repeated_and_unknown_mean_what_protobuf_says(fields):
+def test_reordered_repeated_and_unknown_fields_are_decoded_like_protobuf(fields):
     data = b"".join(fields)
     expected = pb.PushChunk.FromString(data)
     header, payload = wire.decode_push_chunk(data)
@@ -164,7 +164,7 @@ def test_a_truncated_chunk_is_refused(header, payload, data):
         wire.decode_push_chunk(encoded[:cut])
 
 
-def test_the_fields_are_where_the_codec_expects_them():
+def test_field_numbers_match_those_of_the_codec():
     for message in (pb.PushChunk, pb.PullChunk, pb.FollowChunk, pb.RowsChunk):
         numbers = {f.name: (f.number, f.type) for f in message.DESCRIPTOR.fields}
         assert numbers == {"header": (1, 11), "payload": (2, 12)}  # 11: message, 12: bytes
@@ -193,7 +193,7 @@ def test_only_the_first_chunk_of_a_partition_has_the_header():
 
 @pytest.mark.parametrize("info", wire.DTYPES.values(), ids=lambda info: info.name)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (0, 5)])
-def test_arrays_of_every_dtype_and_shape_travel(info, shape):
+def test_arrays_of_every_dtype_and_shape_survive_a_round_trip(info, shape):
     array = (np.arange(np.prod(shape, dtype=int)) + 1).astype(info.numpy).reshape(shape)
     _, payload = wire.decode_push_chunk(wire.encode_push_chunk((None, memoryview(array))))
     assert np.array_equal(np.frombuffer(payload, info.numpy).reshape(shape), array)
@@ -222,7 +222,7 @@ def test_buffers_that_are_not_contiguous_are_refused():
         wire.as_bytes(memoryview(np.zeros((4, 4))[:, ::2]))
 
 
-def test_the_checksum_is_xxh3_64_of_the_bytes_whatever_the_shape():
+def test_checksum_is_xxh3_64_of_the_bytes_for_any_shape():
     array = np.arange(12, dtype="<f4").reshape(3, 4)
     assert wire.checksum(memoryview(array)) == wire.checksum(array.tobytes())
     # xxHash's published test vector for an empty input

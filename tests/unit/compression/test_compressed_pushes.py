@@ -50,7 +50,7 @@ def owed(worker: CompressedPushes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_server_applies_and_what_is_owed_add_up_to_the_gradients(name):
+def test_applied_and_residual_parts_add_up_to_the_gradients(name):
     worker, applied, given = pushes(name), torch.zeros(LENGTH), torch.zeros(LENGTH)
     for sequence in range(1, 5):
         applied += served(encoded(worker, sequence))
@@ -66,7 +66,7 @@ def test_what_a_server_applies_and_what_is_owed_add_up_to_the_gradients(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if pushes(name).compressor.error_feedback])
-def test_what_is_owed_is_what_the_server_did_not_apply_to_the_last_bit(name):
+def test_residual_is_bitwise_the_part_that_the_server_did_not_apply(name):
     worker = pushes(name)
     for sequence in (1, 2, 3):
         before = owed(worker)
@@ -76,7 +76,7 @@ def test_what_is_owed_is_what_the_server_did_not_apply_to_the_last_bit(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_push_that_was_not_applied_never_was(name):
+def test_unapplied_push_leaves_no_trace(name):
     worker, other = pushes(name), pushes(name)
     for each in (worker, other):
         encoded(each, 1)
@@ -91,7 +91,7 @@ def test_a_push_that_was_not_applied_never_was(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
+def test_tensors_without_a_gradient_in_a_step_keep_their_residual(name):
     worker, places = pushes(name), ((0, 2400), (2521, 3001))
     shapes = {number: SHAPES[number] for number in (0, 2)}
     encoded(worker, 1)
@@ -112,7 +112,7 @@ def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
     torch.testing.assert_close(out + of_part[0], part + of_part[1], rtol=0, atol=1e-5)
 
 
-def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_absent():
+def test_powersgd_pushes_continue_from_the_last_factors_even_of_absent_pieces():
     """Without error feedback, pushes of a constant gradient approach the best approximation of
     their rank, even for a piece that is absent in some steps."""
     compressor = PowerSGDCompressor(rank=2, error_feedback=False)
@@ -143,7 +143,7 @@ def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_ab
     assert error() <= close * 1.0001
 
 
-def test_powersgd_pushes_send_factors_of_matrices_and_the_rest_as_it_is():
+def test_powersgd_pushes_send_factors_of_matrices_and_the_rest_unchanged():
     worker = CompressedPushes(PowerSGDCompressor(rank=2), stream=1)
     push = encoded(worker, 1)
     assert push[0] == pb.CODEC_POWERSGD
@@ -151,7 +151,7 @@ def test_powersgd_pushes_send_factors_of_matrices_and_the_rest_as_it_is():
     assert torch.equal(served(push)[2400:2521], gradient(1)[2400:2521])
 
 
-def test_partitions_keep_apart_and_workers_round_differently():
+def test_partitions_are_independent_and_workers_round_differently():
     worker, other = pushes("int8"), pushes("int8", stream=2)
     one, two = (
         worker.encode(gradient(1), partition=partition, sequence=1)[1] for partition in (0, 1)
@@ -160,7 +160,7 @@ def test_partitions_keep_apart_and_workers_round_differently():
     assert bytes(one) != bytes(other.encode(gradient(1), partition=0, sequence=1)[1])
 
 
-def test_a_push_that_was_not_answered_blocks_the_next():
+def test_unanswered_push_blocks_the_next():
     worker = pushes("topk")
     worker.encode(gradient(1), partition=0, sequence=1)
     with pytest.raises(
@@ -181,6 +181,6 @@ def test_gradients_of_other_dtypes_are_encoded_as_float32(dtype):
     assert torch.equal(given, gradient(1).to(dtype))
 
 
-def test_what_is_no_vector_of_floating_point_is_refused():
+def test_non_floating_point_values_are_refused():
     with pytest.raises(ConfigurationError, match="expected a floating-point vector"):
         pushes("int8").encode(torch.zeros(3, 4), partition=0, sequence=1)

@@ -39,7 +39,7 @@ def shapes_of(name: str, numel: int = NUMEL):
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("numel", [1, 3, 257, NUMEL, 9000])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name, numel, world):
+def test_every_rank_ends_with_the_same_bits_and_sent_the_bytes_of_the_formula(name, numel, world):
     compressor = made(name)
     ranks = reductions(compressor, world)
     for step in range(2):
@@ -52,7 +52,7 @@ def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name,
         assert ranks[0].wire_bytes(numel, world, shapes_of(name, numel)) == expected
 
 
-def test_bytes_per_element_are_those_of_the_table():
+def test_bytes_per_element_match_the_table():
     """The bytes per element equal those of the documented table, for one 64 MiB bucket over 4
     ranks. An uncompressed all-reduce sends 6 bytes per element."""
     numel = 16 << 20
@@ -75,7 +75,7 @@ def test_bytes_per_element_are_those_of_the_table():
 @pytest.mark.parametrize(
     ("name", "tolerance"), [("fp16", 2**-10), ("bf16", 2**-7), ("int8", 2 / 127)]
 )
-def test_sums_are_off_by_the_roundings_of_the_parts_and_of_the_sum(name, tolerance):
+def test_error_of_a_sum_is_the_rounding_of_the_parts_and_of_the_sum(name, tolerance):
     parts = gradients(4)
     results, _ = reduce_together(reductions(made(name), 4), parts)
     exact = torch.stack(parts).double().sum(0)
@@ -85,7 +85,7 @@ def test_sums_are_off_by_the_roundings_of_the_parts_and_of_the_sum(name, toleran
     ) / 2
 
 
-def test_half_precision_sums_are_taken_in_float32():
+def test_half_precision_sums_are_computed_in_float32():
     """Sums of half-precision values are exact to the fraction. bfloat16 would lose the fraction of
     64 values of 1 + 1/128 at the first sum above 2."""
     world = 64
@@ -96,7 +96,7 @@ def test_half_precision_sums_are_taken_in_float32():
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_nothing_is_ever_left_out_for_good(name):
+def test_every_residual_is_eventually_sent(name):
     """Received sums and residuals add up to all gradients."""
     ranks, given, received = (
         reductions(made(name), 3),
@@ -123,7 +123,7 @@ def owed_by(rank: CompressedReduction, numel: int = NUMEL) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
-def test_unbiased_compressors_keep_no_state_unless_asked_to(name):
+def test_unbiased_compressors_keep_no_state_by_default(name):
     ranks = reductions(made(name), 2)
     reduce_together(ranks, gradients(2))
     assert ranks[0].state_dict() == {}
@@ -144,7 +144,7 @@ def test_powersgd_is_exact_for_vectors_and_for_sums_of_its_rank():
     torch.testing.assert_close(results[0], torch.stack(parts).sum(0), rtol=1e-3, atol=1e-3)
 
 
-def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
+def test_powersgd_with_a_warm_start_converges_to_a_constant_gradient():
     """With a warm start and without error feedback, powersgd approaches the best approximation of a
     constant matrix within a few steps."""
     matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(1))
@@ -186,7 +186,7 @@ def test_a_redo_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_a_step_given_up_half_way_leaves_nothing(name):
+def test_abandoned_step_leaves_no_trace(name):
     ranks = reductions(made(name), 2)
     reduce_together(ranks, gradients(2), shapes=shapes_of(name))
     before = [{key: tensor.clone() for key, tensor in rank.state_dict().items()} for rank in ranks]
@@ -199,7 +199,7 @@ def test_a_step_given_up_half_way_leaves_nothing(name):
         assert all(torch.equal(tensor, state[key]) for key, tensor in rank.state_dict().items())
 
 
-def test_a_bucket_reduced_twice_in_a_step_goes_on_from_its_first_time():
+def test_bucket_reduced_twice_in_a_step_continues_from_its_first_reduction():
     compressor = made("topk")
     twice, apart = reductions(compressor, 2), reductions(compressor, 2)
     for number in range(2):
@@ -221,7 +221,7 @@ class _LostGroup:
         raise ConnectionError("lost")
 
 
-def test_a_reduction_that_failed_says_so_when_it_is_asked_again():
+def test_failed_reduction_reports_it_when_asked_again():
     reduction = CompressedReduction(made("topk")).start(
         torch.randn(100), _LostGroup(), index=0, step=0
     )
@@ -236,7 +236,7 @@ def test_a_reduction_that_failed_says_so_when_it_is_asked_again():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_forgotten_after(name, bad):
+def test_non_finite_values_on_one_rank_are_seen_by_all_and_not_kept(name, bad):
     ranks = reductions(made(name), 3)
     reduce_together(ranks, gradients(3), step=0, shapes=shapes_of(name))
     before = [owed_by(rank) for rank in ranks]
@@ -249,7 +249,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_forgotten_after(name,
     assert all(result.isfinite().all() for result in results)
 
 
-def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
+def test_non_finite_part_is_not_kept_if_the_result_was_never_received():
     """A rank commits a step whose result it never saw, because its peers may have applied it, but
     keeps no NaN of its own part as a residual."""
     ranks = reductions(made("sign"), 2)
@@ -263,7 +263,7 @@ def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
 # --- membership
 
 
-def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
+def test_leaving_rank_takes_only_its_own_residual():
     """The loss of rank 2 of 3 loses only that rank's residuals. The other ranks keep theirs,
     although the parts of sums are assigned differently."""
     ranks = reductions(made("sign"), 3)
@@ -279,7 +279,7 @@ def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rank_that_joins_owes_nothing_and_agrees_with_the_others(name):
+def test_joining_rank_has_no_residual_and_agrees_with_the_others(name):
     ranks = reductions(made(name), 2)
     reduce_together(ranks, gradients(2), shapes=shapes_of(name))
     joiner = CompressedReduction(made(name))
@@ -295,7 +295,7 @@ def test_a_rank_that_joins_owes_nothing_and_agrees_with_the_others(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_nothing_is_compressed_and_debts_are_paid(name):
+def test_single_rank_compresses_nothing_and_applies_residuals(name):
     ranks = reductions(made(name), 2)
     reduce_together(ranks, gradients(2), shapes=shapes_of(name))
     alone, gradient = ranks[0], gradients(1, seed=1)[0]
@@ -312,7 +312,7 @@ def test_alone_nothing_is_compressed_and_debts_are_paid(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_saved_and_loaded_goes_on_bit_for_bit(name):
+def test_saved_and_loaded_state_continues_bit_for_bit(name):
     ranks = reductions(made(name), 3)
     for step in range(3):
         reduce_together(ranks, gradients(3, seed=step), step=step, shapes=shapes_of(name))
@@ -329,7 +329,7 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_a_gradient_scale_that_changes_between_steps_changes_nothing_else(name):
+def test_change_of_the_gradient_scale_between_steps_changes_nothing_else(name):
     plain, scaled = reductions(made(name), 2), reductions(made(name), 2)
     scale = 1.0
     for step in range(3):
@@ -344,7 +344,7 @@ def test_a_gradient_scale_that_changes_between_steps_changes_nothing_else(name):
         scale *= 0.5
 
 
-def test_state_that_no_compressor_wrote_is_refused_whole():
+def test_foreign_state_is_refused_entirely():
     rank = reductions(made("sign"), 2)
     reduce_together(rank, gradients(2))
     before = rank[0].state_dict()
@@ -360,7 +360,7 @@ def test_state_that_no_compressor_wrote_is_refused_whole():
     assert rank[0].state_dict() == before
 
 
-def test_a_bucket_of_another_size_than_before_owes_nothing():
+def test_bucket_of_a_new_size_has_no_residual():
     ranks = reductions(made("topk"), 2)
     reduce_together(ranks, gradients(2))
     fresh = reductions(made("topk"), 2)
@@ -401,7 +401,7 @@ def test_a_reduce_scatter_leaves_each_rank_its_part_of_the_sum(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_buckets_of_other_dtypes_travel_as_float32(dtype):
+def test_buckets_of_other_dtypes_are_sent_as_float32(dtype):
     parts = [part.to(dtype) for part in gradients(2)]
     results, _ = reduce_together(reductions(made("bf16"), 2), parts)
     assert results[0].dtype is dtype
@@ -410,7 +410,7 @@ def test_buckets_of_other_dtypes_travel_as_float32(dtype):
     )
 
 
-def test_several_buckets_are_under_way_together_and_keep_apart():
+def test_concurrent_buckets_do_not_interfere():
     compressor = SignCompressor()
     together, apart = reductions(compressor, 2), reductions(compressor, 2)
     for step in range(2):

@@ -112,7 +112,7 @@ def launch(*arguments: Any, world_size: int = 2, **options: Any) -> list[Any]:
     ("strategy", "name", "micro"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
 )
-def test_ranks_end_with_one_model_that_has_learnt(strategy: str, name: str, micro: bool) -> None:
+def test_ranks_end_with_one_trained_model(strategy: str, name: str, micro: bool) -> None:
     results = launch(
         strategy, COMPRESSORS[name], micro=micro, world_size=3 if strategy == "ddp" else 2
     )
@@ -122,13 +122,15 @@ def test_ranks_end_with_one_model_that_has_learnt(strategy: str, name: str, micr
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3), ("int8", 5e-2)])
-def test_what_rounds_ends_close_to_what_does_not(name: str, tolerance: float) -> None:
+def test_rounding_compressors_end_close_to_uncompressed_training(
+    name: str, tolerance: float
+) -> None:
     plain, rounded = launch("ddp", None)[0][2], launch("ddp", name)[0][2]
     assert not torch.equal(plain, rounded)
     assert float((plain - rounded).norm() / plain.norm()) < tolerance
 
 
-def test_a_pair_of_optimizer_and_compressor_is_the_setting() -> None:
+def test_pair_of_optimizer_and_compressor_sets_the_compression() -> None:
     def pair() -> Flat:
         net = network()
         optimizer = shoal.GradientCompressionOptimizer(
@@ -205,9 +207,7 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("both", [False, True])
-def test_residuals_of_several_models_follow_the_scaler_of_their_own(
-    strategy: str, both: bool
-) -> None:
+def test_residuals_of_several_models_follow_their_own_scaler(strategy: str, both: bool) -> None:
     """Each of several models may have its own scaler without a change of the result, because scales
     are powers of two."""
 
@@ -264,7 +264,7 @@ def test_residuals_of_several_models_follow_the_scaler_of_their_own(
         ("zero2", "int8", False, 2),
     ],
 )
-def test_a_resumed_run_ends_as_one_that_went_on(
+def test_resumed_run_ends_like_an_uninterrupted_one(
     tmp_path: Path, strategy: str, name: str, micro: bool, shards: int
 ) -> None:
     def half(epochs: int, resume: bool) -> Flat:
@@ -297,7 +297,7 @@ def test_a_resumed_run_ends_as_one_that_went_on(
         assert float((elsewhere - went_on).norm() / went_on.norm()) < 0.3
 
 
-def test_what_is_trained_may_change_between_steps() -> None:
+def test_trained_parameters_may_change_between_steps() -> None:
     def phases() -> Flat:
         net = network()
         model, optimizer = shoal.as_distributed(
@@ -339,7 +339,7 @@ def test_what_is_trained_may_change_between_steps() -> None:
         ),
     ],
 )
-def test_what_cannot_run_together_says_so(options: dict[str, Any], message: str) -> None:
+def test_incompatible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     def refused() -> None:
         net = network()
         with pytest.raises(ConfigurationError, match=message):
@@ -371,7 +371,7 @@ def test_two_compressors_for_one_model_are_refused() -> None:
     ("strategy", "chosen"),
     [("ddp", "powersgd"), ("zero1", "topk"), ("fsdp", "topk"), ("local_sgd", None)],
 )
-def test_the_presets_choose_what_suits_the_strategy(strategy: str, chosen: str | None) -> None:
+def test_presets_choose_a_compressor_for_the_strategy(strategy: str, chosen: str | None) -> None:
     def low(**options: Any) -> Any:
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)

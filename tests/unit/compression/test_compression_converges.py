@@ -72,7 +72,7 @@ def uncompressed() -> float:
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_training_reaches_the_loss_of_uncompressed_training_within_a_tenth(name):
+def test_training_reaches_the_uncompressed_loss_within_a_tenth(name):
     compressor = parse_compression({"name": name, **COMPRESSORS[name]})
     margin = 1.001 if name in ("fp16", "bf16") else 1.1
     assert trained(compressor) < uncompressed() * margin
@@ -81,6 +81,6 @@ def test_training_reaches_the_loss_of_uncompressed_training_within_a_tenth(name)
 @pytest.mark.parametrize(
     ("name", "factor"), [("topk", 2), ("sign", 1.5), ("powersgd", 1.7), ("randomk", 1.1)]
 )
-def test_without_error_feedback_biased_compression_stays_behind(name, factor):
+def test_biased_compression_without_error_feedback_falls_behind(name, factor):
     compressor = parse_compression({"name": name, **COMPRESSORS[name], "error_feedback": False})
     assert trained(compressor) > uncompressed() * factor

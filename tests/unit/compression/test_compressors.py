@@ -43,7 +43,7 @@ def squared(tensor: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "relative", "floor"), [("fp16", 2**-11, 2**-25), ("bf16", 2**-8, 1e-38)]
 )
-def test_halves_are_off_by_one_rounding(name, relative, floor):
+def test_half_precision_is_off_by_one_rounding(name, relative, floor):
     values = drawn(5001) * torch.logspace(-6, 4, 5001)
     error = (round_trip(compressor_class(name)(), values) - values).abs()
     assert torch.all(error <= torch.clamp(values.abs() * relative, min=floor))
@@ -59,7 +59,7 @@ def test_int8_is_off_by_less_than_one_level_of_its_block(length, seed, size):
         assert of_block.max() < block.abs().max() / 127 * (1 + 2**-16)
 
 
-def test_int8_is_right_on_average_and_its_variance_is_within_the_bound():
+def test_int8_is_unbiased_and_its_variance_is_within_the_bound():
     values = drawn(256)
     level = float(values.abs().max()) / 127
     rounds = 2000
@@ -72,7 +72,7 @@ def test_int8_is_right_on_average_and_its_variance_is_within_the_bound():
 
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 3))
-def test_sign_errs_by_exactly_what_its_lemma_says(length, seed):
+def test_sign_error_matches_its_lemma_exactly(length, seed):
     values = drawn(length, seed=seed)
     found = round_trip(SignCompressor(), values)
     for block, decoded in zip(values.split(1024), found.split(1024), strict=True):
@@ -85,7 +85,7 @@ def test_sign_errs_by_exactly_what_its_lemma_says(length, seed):
 
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(0, 3), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
-def test_topk_contracts_by_the_share_it_keeps(length, seed, ratio):
+def test_topk_contracts_by_the_kept_share(length, seed, ratio):
     compressor, values = TopKCompressor(ratio=ratio), drawn(length, seed=seed)
     kept = compressor.kept(length)
     found = round_trip(compressor, values)
@@ -111,20 +111,20 @@ def test_topk_contracts_by_the_share_it_keeps(length, seed, ratio):
     ],
     ids=["zeros", "ones", "few", "half", "ties", "ramp", "seen", "unseen"],
 )
-def test_topk_finds_the_largest_where_a_sample_misleads(values):
+def test_topk_finds_the_largest_when_a_sample_misleads(values):
     found = round_trip(TopKCompressor(ratio=0.01), values)
     best = torch.topk(values.abs(), 3000).values
     assert squared(found) == pytest.approx(squared(best), rel=1e-6)
 
 
-def test_randomk_keeps_every_place_equally_often():
+def test_randomk_keeps_every_element_equally_often():
     values, rounds = torch.ones(40), 1500
     compressor = RandomKCompressor(ratio=0.25)
     kept = sum(round_trip(compressor, values, step=step) for step in range(rounds)) / rounds
     assert (kept - 0.25).abs().max() < 5 * (0.25 * 0.75 / rounds) ** 0.5
 
 
-def test_randomk_without_error_feedback_is_right_on_average():
+def test_randomk_without_error_feedback_is_unbiased():
     values, rounds = drawn(60), 2000
     compressor = RandomKCompressor(ratio=0.2, error_feedback=False)
     seen = torch.stack([round_trip(compressor, values, step=step) for step in range(rounds)])
@@ -145,7 +145,7 @@ def test_powersgd_projects_and_is_exact_for_matrices_of_its_rank(rows, columns, 
     torch.testing.assert_close(round_trip(compressor, low), low, rtol=1e-3, atol=1e-3)
 
 
-def test_powersgd_sends_small_tensors_as_they_are():
+def test_powersgd_sends_small_tensors_unchanged():
     compressor = PowerSGDCompressor(rank=4)
     assert compressor.factor_sizes((1000,)) is None
     assert compressor.factor_sizes((10, 10)) is None
@@ -155,7 +155,7 @@ def test_powersgd_sends_small_tensors_as_they_are():
     assert torch.equal(round_trip(compressor, drawn(10, 10)), drawn(10, 10))
 
 
-def test_a_basis_is_orthonormal_even_of_nought_and_of_dependent_columns():
+def test_basis_of_zeros_and_of_dependent_columns_is_orthonormal():
     for matrix in (torch.zeros(7, 3), drawn(7, 1).repeat(1, 3), drawn(7, 3) * 1e-30):
         basis = orthonormal(matrix)
         torch.testing.assert_close(basis.t() @ basis, torch.eye(3), rtol=1e-5, atol=1e-5)
@@ -198,7 +198,7 @@ def test_torch_and_numpy_pack_the_same_signs():
 
 @pytest.mark.parametrize("name", VECTORS)
 @pytest.mark.parametrize("alpha", [None, 1.0, -1.0])
-def test_what_is_decompressed_can_be_added(name, alpha):
+def test_decompressed_gradients_can_be_added(name, alpha):
     compressor, values, before = compressor_class(name)(), drawn(3001), drawn(3001, seed=1)
     payload = compressor.compress(values)
     out = before.clone()
@@ -210,7 +210,7 @@ def test_what_is_decompressed_can_be_added(name, alpha):
 
 
 @pytest.mark.parametrize("name", compressor_names())
-def test_equal_keys_give_equal_bits_and_the_tensor_is_left_alone(name):
+def test_equal_keys_give_equal_bits_and_the_input_is_unchanged(name):
     compressor, values = compressor_class(name)(seed=5), drawn(128, 64)
     once = compressor.compress(values, step=7, rank=2, bucket=1)
     assert torch.equal(once, compressor.compress(values, step=7, rank=2, bucket=1))
@@ -226,7 +226,7 @@ def test_equal_keys_give_equal_bits_and_the_tensor_is_left_alone(name):
         )
 
 
-def test_noise_is_uniform_and_takes_nothing_from_torchs_own_generator():
+def test_noise_is_uniform_and_leaves_torchs_generator_alone():
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
     noise = KeyedRandom(1, 2, -1).noise16(200_001, torch.device("cpu")).double()
@@ -238,7 +238,7 @@ def test_noise_is_uniform_and_takes_nothing_from_torchs_own_generator():
 
 @pytest.mark.parametrize("length", [1, 9, 1025, 5000, 140_000])
 @pytest.mark.parametrize("name", VECTORS)
-def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, name, length):
+def test_general_operations_for_devices_give_the_same_result(monkeypatch, name, length):
     compressor, values = compressor_class(name)(), drawn(length)
     payload = compressor.compress(values)
     expected = compressor.decompress(payload, values.shape)
@@ -261,14 +261,14 @@ def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, nam
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", compressor_names())
 @pytest.mark.parametrize("size", [64, 320])
-def test_what_is_not_finite_is_never_hidden(name, bad, size):
+def test_non_finite_values_are_never_hidden(name, bad, size):
     for place in (0, 77, size * size - 1):
         values = drawn(size, size)
         values.view(-1)[place] = bad
         assert not round_trip(compressor_class(name)(), values).isfinite().all()
 
 
-def test_halves_overflow_visibly_and_bfloat16_does_not():
+def test_float16_overflows_visibly_and_bfloat16_does_not():
     values = torch.tensor([1e30, -1e5, 1.0])
     assert torch.equal(
         round_trip(compressor_class("fp16")(), values), torch.tensor([torch.inf, -torch.inf, 1.0])
@@ -292,7 +292,7 @@ def test_compression_is_a_name_a_mapping_or_a_compressor():
     assert [compressor_class(name).name for name in compressor_names()] == list(compressor_names())
 
 
-def test_error_feedback_is_on_where_the_mean_is_wrong():
+def test_error_feedback_defaults_to_on_for_biased_compressors():
     on = {name for name in compressor_names() if compressor_class(name)().error_feedback}
     assert on == {"topk", "randomk", "sign", "powersgd"}
 
@@ -324,6 +324,6 @@ def test_error_feedback_is_on_where_the_mean_is_wrong():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(make, message):
+def test_invalid_settings_are_refused(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()

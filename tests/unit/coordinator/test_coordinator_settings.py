@@ -18,7 +18,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"SHOAL_COORDINATOR_{field.upper()}", raising=False)
 
 
-def test_without_flags_it_serves_loopback_with_a_redis_of_its_own() -> None:
+def test_coordinator_without_flags_serves_loopback_with_an_embedded_redis() -> None:
     settings = parse_command_line([])
     assert settings.redis.get_secret_value() == "embedded://"
     assert str(settings.listen) == str(settings.http) == "127.0.0.1:0"
@@ -27,7 +27,7 @@ def test_without_flags_it_serves_loopback_with_a_redis_of_its_own() -> None:
     assert settings.token_table.is_open
 
 
-def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_COORDINATOR_LISTEN", "127.0.0.1:7000")
     monkeypatch.setenv("SHOAL_COORDINATOR_RECONNECT_GRACE", "2s")
     settings = parse_command_line(["--listen", "127.0.0.1:8000", "--insecure"])
@@ -74,7 +74,7 @@ def test_the_redis_url_with_its_password_is_in_no_representation(
     assert "hunter2" not in str(settings)
 
 
-def test_a_token_file_that_cannot_be_read_is_an_error_and_not_an_open_door(tmp_path: Path) -> None:
+def test_unreadable_token_file_is_an_error(tmp_path: Path) -> None:
     settings = parse_command_line(["--tokens", str(tmp_path / "missing")])
     with pytest.raises(ConfigurationError, match="missing"):
         assert settings.token_table

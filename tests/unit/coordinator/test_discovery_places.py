@@ -58,7 +58,7 @@ def listed(*members: Member, ranks: str = "") -> dict[str, dict[str, Any]]:
     return {each["targets"][0]: each["labels"] for each in targets([state])}
 
 
-def test_labels_stay_when_ranks_are_dealt_anew() -> None:
+def test_labels_are_kept_when_ranks_are_reassigned() -> None:
     a, b = member("a", index=0), member("b", index=1)
     before = listed(a, b, ranks="ab")
     assert before == listed(a, b, ranks="ba")
@@ -71,7 +71,7 @@ def test_labels_stay_when_ranks_are_dealt_anew() -> None:
     }
 
 
-def test_a_process_that_was_started_again_has_the_labels_of_the_one_before() -> None:
+def test_restarted_process_keeps_its_predecessors_labels() -> None:
     first, again = member("a"), member("b", joined=2)
     assert listed(first)["a:9"] == listed(again)["b:9"]
     assert listed(first, again) == listed(again), (
@@ -79,7 +79,7 @@ def test_a_process_that_was_started_again_has_the_labels_of_the_one_before() -> 
     )
 
 
-def test_two_launchers_of_one_host_have_places_of_their_own() -> None:
+def test_two_launchers_of_one_host_have_separate_places() -> None:
     instances = [
         labels["instance"]
         for labels in listed(member("a", launcher="x"), member("b", launcher="y")).values()
@@ -87,12 +87,12 @@ def test_two_launchers_of_one_host_have_places_of_their_own() -> None:
     assert instances == ["h/x/0", "h/y/0"]
 
 
-def test_members_that_nobody_launched_are_distinguished() -> None:
+def test_members_without_a_launcher_are_distinguished() -> None:
     one = member("a", launcher="")
     other = replace(one, identity=replace(one.identity, member_id="b", metrics_address="b:9"))
     assert len({labels["instance"] for labels in listed(one, other).values()}) == 2
 
 
-def test_who_serves_no_metrics_is_no_target() -> None:
+def test_process_without_metrics_is_not_a_target() -> None:
     one = member("a")
     assert listed(replace(one, identity=replace(one.identity, metrics_address=""))) == {}

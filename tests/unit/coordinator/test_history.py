@@ -30,7 +30,7 @@ def test_a_long_run_keeps_its_first_and_its_newest_point_and_even_distances_betw
     assert {later - earlier for earlier, later in pairwise(steps[:-1])} == {64}
 
 
-def test_what_was_read_does_not_change() -> None:
+def test_returned_history_does_not_change() -> None:
     history = History(RunId(number=1))
     history.add(point(0))
     read = history.points
@@ -38,7 +38,7 @@ def test_what_was_read_does_not_change() -> None:
     assert len(read) == 1
 
 
-def test_a_job_shows_the_mean_loss_and_speed_of_its_ranks_and_a_new_run_begins_anew() -> None:
+def test_job_shows_the_mean_loss_and_speed_of_its_ranks_and_a_new_run_starts_over() -> None:
     story = Story()
     story.unfold("job min=1 max=3\ntogether\nstart a b c\nend\n")
     reported = {

@@ -86,7 +86,7 @@ def identity(name: str) -> Identity:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_member_that_hangs_is_evicted_and_those_that_wait_for_it_are_not(seed: int) -> None:
+def test_hung_member_is_evicted_and_those_that_wait_for_it_are_not(seed: int) -> None:
     random_ = random.Random(seed)
     run = Run(random_.randint(2, 6), random_)
     hung, *waiting = random_.sample(run.names, len(run.names))

@@ -36,7 +36,7 @@ def gauge(text: str, name: str, **labels: str) -> float | None:
     return registry.get_sample_value(f"shoal_coordinator_{name}", {"job_id": "digits", **labels})
 
 
-def test_ranks_that_hold_the_others_back_are_counted_until_they_keep_up() -> None:
+def test_ranks_that_slow_down_the_others_are_counted_until_they_keep_up() -> None:
     assert gauge(THREE_RANKS, "stragglers") == 0
     # a short slowdown does not count
     assert gauge(THREE_RANKS + ONE_IS_SLOW.replace("9000", "4000"), "stragglers") == 0
@@ -44,13 +44,13 @@ def test_ranks_that_hold_the_others_back_are_counted_until_they_keep_up() -> Non
     assert gauge(THREE_RANKS + ONE_IS_SLOW + ALL_ARE_QUICK, "stragglers") == 0
 
 
-def test_a_stalled_step_is_1_until_steps_end_again() -> None:
+def test_stalled_step_gauge_is_1_until_steps_end_again() -> None:
     assert gauge(THREE_RANKS + ONE_IS_SLOW, "step_stands") == 0
     assert gauge(THREE_RANKS + ONE_IS_STUCK, "step_stands") == 1
     assert gauge(THREE_RANKS + ONE_IS_STUCK + ALL_ARE_QUICK, "step_stands") == 0
 
 
-def test_the_time_without_progress_grows_while_no_rank_comes_to_another_step() -> None:
+def test_time_without_progress_grows_until_a_rank_reaches_another_step() -> None:
     assert gauge(THREE_RANKS + "does train a b c\nlive 9000\n", "seconds_without_progress") == 0
     all_stand = THREE_RANKS + "does work a b c\nlive 9000\n"
     assert gauge(all_stand, "seconds_without_progress") == 9
@@ -60,7 +60,7 @@ def test_the_time_without_progress_grows_while_no_rank_comes_to_another_step() -
     )
 
 
-def test_a_job_below_its_fewest_workers_has_a_generation_and_no_ranks() -> None:
+def test_job_below_its_minimum_has_a_generation_and_no_ranks() -> None:
     text = "job min=2 max=2\ntogether\nstart a b\nend\n"
     assert (gauge(text, "world_size"), gauge(text, "job_phase", phase="running")) == (2, 1)
     text += "lost b\n"
@@ -113,14 +113,14 @@ WITH_BACKUP = (
         pytest.param(WITH_BACKUP + "server-lost s1\nserver-lost s0\n", 1, 0, id="both are lost"),
     ],
 )
-def test_places_of_servers_that_nobody_serves_or_that_no_backup_protects_are_counted(
+def test_unserved_and_unprotected_server_places_are_counted(
     text: str, unserved: int, unprotected: int
 ) -> None:
     assert gauge(text, "server_places_unserved") == unserved
     assert gauge(text, "server_places_unprotected") == unprotected
 
 
-def test_a_failed_run_is_reported_until_the_next_one_begins() -> None:
+def test_failed_run_is_reported_until_the_next_one_starts() -> None:
     failed = 'job min=1 max=1\nstart a\nat 5000\nexit a code=1 failure="ValueError"\n'
     assert gauge("job min=1 max=1\nstart a\n", "run_failed_timestamp_seconds") is None
     assert gauge(failed, "run_failed_timestamp_seconds") == 5
@@ -133,7 +133,7 @@ def test_a_failed_run_is_reported_until_the_next_one_begins() -> None:
     )
 
 
-def test_machines_that_are_not_healthy_are_counted_by_condition_until_they_are_readmitted() -> None:
+def test_unhealthy_machines_are_counted_by_condition_until_readmitted() -> None:
     assert gauge(THREE_RANKS, "machines", condition="unhealthy") == 0
     two = THREE_RANKS + "machine h2 unhealthy reason=disk\nmachine h3 leaving reason=spot\n"
     assert gauge(two, "machines", condition="unhealthy") == 1
@@ -142,7 +142,7 @@ def test_machines_that_are_not_healthy_are_counted_by_condition_until_they_are_r
     assert gauge(two + "machine h2 healthy\n", "machines", condition="unhealthy") == 0
 
 
-def test_the_page_lists_machines_that_are_not_healthy_with_the_reason() -> None:
+def test_page_lists_unhealthy_machines_with_the_reason() -> None:
     story = Story()
     story.unfold(THREE_RANKS + 'at 7000\nmachine h2 unhealthy reason="disk: too slow"\n')
     now = Now(ms=story.ms, unix_ms=story.ms)

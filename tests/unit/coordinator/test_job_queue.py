@@ -37,7 +37,7 @@ def stuck_loop() -> JobLoop:
     )
 
 
-def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_refused_when_too_many_are_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_loop, "_MOST_REQUESTS", 3)
 
     async def test() -> None:
@@ -64,7 +64,7 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_requests_whose_callers_gave_up_wait_on_only_where_they_should(keep: bool) -> None:
+def test_requests_of_callers_that_gave_up_stay_queued_only_where_they_should(keep: bool) -> None:
     async def test() -> None:
         loop = stuck_loop()
         with pytest.raises(

@@ -9,7 +9,7 @@ from shoal_common.errors import UnavailableError
 from shoal_coordinator.service.mailbox import Mailbox, Slot
 
 
-def test_a_slow_reader_finds_the_latest_of_each_kind_in_order() -> None:
+def test_slow_reader_receives_the_latest_message_of_each_kind_in_order() -> None:
     async def test() -> list[bytes]:
         mailbox = Mailbox()
         mailbox.post(Slot.WELCOME, b"welcome")
@@ -37,7 +37,7 @@ def test_a_waiting_reader_wakes_for_a_message_and_for_the_end() -> None:
     asyncio.run(test())
 
 
-def test_an_error_ends_the_stream_before_anything_else_and_the_first_one_counts() -> None:
+def test_first_error_ends_the_stream_before_anything_else() -> None:
     async def test() -> None:
         mailbox = Mailbox()
         mailbox.post(Slot.STOP, b"stop")

@@ -423,7 +423,7 @@ class Membership(RuleBasedStateMachine):
         return self.state.recovery is not None and self.state.recovery.until_ms is not None
 
     @invariant()
-    def nobody_who_left_comes_back(self) -> None:
+    def departed_members_never_return(self) -> None:
         assert not self.state.members.keys() & self.state.departed.keys()
         assert len(self.state.departed) <= POLICY.most_departed
 
@@ -457,7 +457,7 @@ class Membership(RuleBasedStateMachine):
             assert next_wake_ms(state, self.ms, POLICY) is not None
 
     @invariant()
-    def no_batch_is_in_two_hands(self) -> None:
+    def no_batch_is_leased_twice(self) -> None:
         for loader in self.state.loaders.values():
             assert len(loader.epochs) <= POLICY.epochs_kept
             for epoch in loader.epochs.values():

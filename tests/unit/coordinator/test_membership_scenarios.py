@@ -95,7 +95,7 @@ SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_scenario_unfolds_as_written(path: Path) -> None:
+def test_scenario_matches_its_file(path: Path) -> None:
     written = path.read_text()
     unfolded = Story().unfold(written)
     if os.environ.get("SHOAL_REWRITE_SCENARIOS"):

@@ -258,16 +258,16 @@ class Moving(RuleBasedStateMachine):
             return
         match process.inbox.pop(next(iter(process.inbox))):
             case SendSettled(move=settled):
-                self.hear_settled(process, settled)
+                self.receive_settled(process, settled)
             case SendMove(move=move):
-                self.hear_move(process, move)
+                self.receive_move(process, move)
             case StopServer():
                 assert not any(process.serves(partition) for partition in range(PARTITIONS)), (
                     "a server must give away all partitions before it stops"
                 )
                 self.kill(name, noticed=True)
 
-    def hear_settled(self, process: Process, settled: int) -> None:
+    def receive_settled(self, process: Process, settled: int) -> None:
         disk = process.disk
         process.heard = max(process.heard, settled)
         owned = {
@@ -291,7 +291,7 @@ class Moving(RuleBasedStateMachine):
         for partition in disk.applied.keys() - owned - leaving:
             del disk.applied[partition]
 
-    def hear_move(self, process: Process, move: Move) -> None:
+    def receive_move(self, process: Process, move: Move) -> None:
         assert set(move.partitions) <= process.disk.applied.keys()
         if process.disk.leaving is not None:
             self.report(process.name)
@@ -396,18 +396,18 @@ class Moving(RuleBasedStateMachine):
     # ----------------------------------------------------------------------------------- invariants
 
     @invariant()
-    def one_server_at_most_answers_for_a_partition_and_has_all_that_was_acknowledged(self) -> None:
+    def at_most_one_server_answers_for_a_partition_and_has_all_acknowledged_pushes(self) -> None:
         for partition, pushes in self.acknowledged.items():
             serving = [process for process in self.processes.values() if process.serves(partition)]
             assert len(serving) <= 1
             assert all(process.disk.applied[partition] == pushes for process in serving)
 
     @invariant()
-    def a_process_that_was_drained_never_gets_a_place_again(self) -> None:
+    def a_drained_process_never_gets_a_place_again(self) -> None:
         assert not self.drained & {server.incarnation for server in self.state.servers.values()}
 
     @invariant()
-    def what_is_decided_is_written(self) -> None:
+    def decisions_are_written(self) -> None:
         read = decode_state(self.redis)
         assert (read.moves, read.layout, read.servers) == (
             self.state.moves,
@@ -416,7 +416,7 @@ class Moving(RuleBasedStateMachine):
         )
 
     @invariant()
-    def what_the_map_names_has_all_that_was_acknowledged_on_its_disk(self) -> None:
+    def mapped_servers_have_all_acknowledged_pushes_on_disk(self) -> None:
         if self.state.layout is None:
             return
         for partition, owner in enumerate(self.owners()):
@@ -467,7 +467,7 @@ TestMoving = Moving.TestCase
 TestMoving.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_a_copy_that_a_dead_giver_had_sent_is_not_taken_for_that_of_the_next_process() -> None:
+def test_copy_sent_by_a_dead_source_is_not_mistaken_for_that_of_the_next_process() -> None:
     job = Moving()
     job.begin(first=1)
     job.start("s1")
@@ -491,11 +491,11 @@ def test_a_copy_that_a_dead_giver_had_sent_is_not_taken_for_that_of_the_next_pro
     job.note("s0")
     job.report("s0")
     assert job.owners()[partition] == "s1"
-    job.what_the_map_names_has_all_that_was_acknowledged_on_its_disk()
+    job.mapped_servers_have_all_acknowledged_pushes_on_disk()
     job.calm()
 
 
-def test_of_the_processes_that_were_drained_the_last_hundred_are_remembered() -> None:
+def test_last_hundred_drained_processes_are_remembered() -> None:
     job = Moving()
     job.begin(first=1)
     drained = {

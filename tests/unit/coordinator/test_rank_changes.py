@@ -130,7 +130,7 @@ class Job:
         ("abc", "abc", (), ()),
     ],
 )
-def test_a_change_is_who_has_gone_and_who_has_come(
+def test_change_lists_departed_and_new_members(
     before: str, after: str, removed: tuple[int, ...], added: tuple[int, ...]
 ) -> None:
     old, ranks = generation(before), tuple(map(rank, after))
@@ -140,7 +140,7 @@ def test_a_change_is_who_has_gone_and_who_has_come(
     assert "".join(rank_table.follow(before, removed, [(at, after[at]) for at in added])) == after
 
 
-def test_what_follows_from_any_change_is_the_new_table() -> None:
+def test_applied_change_gives_the_new_table() -> None:
     shuffled = random.Random(1)
     for _ in range(300):
         before = "".join(shuffled.sample("abcdefghijkl", shuffled.randint(1, 12)))
@@ -155,14 +155,14 @@ def test_what_follows_from_any_change_is_the_new_table() -> None:
         )
 
 
-def test_a_member_that_serves_its_state_elsewhere_is_reported_anew() -> None:
+def test_member_with_a_new_donor_address_is_reported_again() -> None:
     old = generation("ab")
     change = change_between(old, (old.ranks[0], replace(old.ranks[1], donor_address="elsewhere:1")))
     assert change is not None
     assert (change.removed, change.added) == ((1,), (1,))
 
 
-def test_more_than_is_worth_reporting_is_asked_for() -> None:
+def test_change_too_large_to_report_makes_members_request_the_table() -> None:
     ranks = tuple(rank(f"m{number}") for number in range(MOST_ADDED + 1))
     assert change_between(generation("a"), ranks) is None
 
@@ -186,13 +186,13 @@ def test_a_change_that_does_not_fit_its_table_is_refused(
 
 
 @pytest.mark.parametrize("found", [[0], [0, 0], [-1, 2], [2, 2]])
-def test_runs_of_ranks_that_are_none_are_refused(found: list[int]) -> None:
+def test_invalid_runs_of_ranks_are_refused(found: list[int]) -> None:
     assert list(rank_table.of_runs(rank_table.runs([0, 1, 2]), 3)) == [0, 1, 2]
     with pytest.raises(CorruptDataError):
         list(rank_table.of_runs(found, 3))
 
 
-def test_one_death_among_many_writes_that_death_and_no_table() -> None:
+def test_one_death_among_many_writes_only_that_death() -> None:
     job = Job()
     job.begin()
     assert len(job.disk["ranks"]) > 20 * MEMBERS
@@ -204,7 +204,7 @@ def test_one_death_among_many_writes_that_death_and_no_table() -> None:
     assert job.state.number == 6
 
 
-def test_after_many_changes_the_table_is_written_whole_and_they_are_deleted() -> None:
+def test_table_is_rewritten_after_many_changes_which_are_deleted() -> None:
     job = Job()
     job.begin()
     for number in range(80):
@@ -215,7 +215,7 @@ def test_after_many_changes_the_table_is_written_whole_and_they_are_deleted() ->
     assert json.loads(job.disk["ranks"])["number"] > 1
 
 
-def test_the_next_run_begins_without_the_table_of_the_one_before_and_its_changes() -> None:
+def test_next_run_starts_without_the_table_and_changes_of_the_previous_one() -> None:
     job = Job()
     job.begin()
     job.lose("m1")
@@ -239,7 +239,7 @@ def test_the_next_run_begins_without_the_table_of_the_one_before_and_its_changes
     assert job.read().generation == job.state.generation
 
 
-def test_a_change_that_is_missing_or_of_another_table_is_no_state() -> None:
+def test_missing_change_or_change_of_another_table_is_an_invalid_state() -> None:
     job = Job()
     job.begin()
     for name in ("m1", "m2"):
@@ -252,7 +252,7 @@ def test_a_change_that_is_missing_or_of_another_table_is_no_state() -> None:
             decode_state(disk)
 
 
-def test_a_table_that_an_older_release_wrote_is_read_and_the_next_one_is_written_whole() -> None:
+def test_table_of_an_older_release_is_read_and_the_next_one_is_written_in_full() -> None:
     job = Job()
     job.begin()
     assert job.state.generation is not None
@@ -309,7 +309,7 @@ def test_a_small_world_is_sent_in_full() -> None:
     assert announced.rank == 2
 
 
-def test_a_member_of_a_generation_holds_state_also_for_a_restarted_coordinator() -> None:
+def test_member_of_a_generation_holds_state_for_a_restarted_coordinator_too() -> None:
     job = Job()
     job.begin()
     job.work_in = 1
@@ -323,7 +323,7 @@ def test_a_member_of_a_generation_holds_state_also_for_a_restarted_coordinator()
     assert not any(each.joining for each in job.state.generation.ranks)
 
 
-def test_who_has_worked_holds_state_also_after_its_place_is_gone() -> None:
+def test_member_that_has_trained_holds_state_even_after_losing_its_place() -> None:
     job = Job()
     job.begin()
     job.work_in = 1
@@ -334,7 +334,7 @@ def test_who_has_worked_holds_state_also_after_its_place_is_gone() -> None:
     assert all(member.holds_state for member in job.state.members.values())
 
 
-def test_while_thousands_come_those_that_wait_are_not_notified_again_with_each_of_them() -> None:
+def test_waiting_members_are_not_notified_of_each_of_thousands_of_arrivals() -> None:
     job = Job()
     job.state = job_created(
         JobSpec(job_id="j", min_workers=5000, max_workers=5000, join_grace_ms=0), RunId()

@@ -98,7 +98,7 @@ def rebalanced(
     fresh=st.sets(servers, max_size=3),
     draining=st.sets(servers, max_size=3),
 )
-def test_moves_end_with_equal_shares_and_nothing_left_with_those_that_drain(
+def test_moves_end_with_equal_shares_and_nothing_on_draining_servers(
     partitions: list[tuple[int, int, bool]], fresh: set[int], draining: set[int]
 ) -> None:
     layout = layout_of(partitions)
@@ -123,7 +123,7 @@ def test_moves_end_with_equal_shares_and_nothing_left_with_those_that_drain(
     receivers=st.sets(servers),
     draining=st.sets(servers, max_size=3),
 )
-def test_moves_end_whoever_can_give_and_take(
+def test_moves_end_for_any_sources_and_sinks(
     partitions: list[tuple[int, int, bool]],
     givers: set[int],
     receivers: set[int],
@@ -138,7 +138,7 @@ def test_moves_end_whoever_can_give_and_take(
     ),
     count=st.integers(1, 9),
 )
-def test_what_was_just_laid_out_stays_as_it_is(tensors: list[tuple[int, bool]], count: int) -> None:
+def test_fresh_layout_is_not_rebalanced(tensors: list[tuple[int, bool]], count: int) -> None:
     specs = [
         TensorSpec(name=f"t{i}", shape=(length,), dtype="float32", frozen=frozen)
         for i, (length, frozen) in enumerate(tensors)
@@ -151,7 +151,7 @@ def test_what_was_just_laid_out_stays_as_it_is(tensors: list[tuple[int, bool]], 
     )
 
 
-def test_a_server_that_comes_gets_an_equal_share_and_no_byte_moves_twice() -> None:
+def test_joining_server_gets_an_equal_share_and_no_byte_moves_twice() -> None:
     layout = lay_out([TensorSpec(name="w", shape=(320 * MIB,), dtype="float32")], range(3))
     after, moves = rebalanced(layout, givers=range(4), receivers=range(4))
     shares = loads(after, range(4), frozen=False)
@@ -165,7 +165,7 @@ def test_a_server_that_comes_gets_an_equal_share_and_no_byte_moves_twice() -> No
     assert moves <= 320 // 32 + 3, "the number of moves is nearly minimal"
 
 
-def test_a_server_that_leaves_gives_to_whom_has_least() -> None:
+def test_leaving_server_gives_to_the_least_loaded_one() -> None:
     layout = lay_out([TensorSpec(name="w", shape=(240 * MIB,), dtype="float32")], range(4))
     after, moves = rebalanced(layout, givers=range(4), receivers=range(4), draining={1})
     shares = loads(after, (0, 2, 3), frozen=False)
@@ -178,14 +178,14 @@ def test_a_server_that_leaves_gives_to_whom_has_least() -> None:
     assert moves <= 240 // 32 + 3
 
 
-def test_thousands_of_tiny_partitions_do_not_all_go_at_once() -> None:
+def test_thousands_of_tiny_partitions_do_not_all_move_at_once() -> None:
     layout = layout_of([(400, 0, False)] * 4000)
     plan = next_move(layout, givers=[0], receivers=[1], draining=[0])
     assert plan is not None
     assert len(plan.partitions) == MOST_BYTES // SMALLEST_FULL_BYTES
 
 
-def test_where_each_partition_is_more_than_its_share_the_smallest_goes() -> None:
+def test_smallest_partition_moves_if_each_exceeds_its_share() -> None:
     layout = layout_of(
         [(size * MIB, owner, False) for owner in range(3) for size in (8, 6, 6)]
         + [(8 * MIB, 3, False)]
@@ -199,7 +199,7 @@ def test_where_each_partition_is_more_than_its_share_the_smallest_goes() -> None
     ) == (0, 3, [6 * MIB])
 
 
-def test_nobody_gives_or_takes_that_cannot() -> None:
+def test_unavailable_servers_neither_send_nor_receive_partitions() -> None:
     layout = layout_of([(MIB, 0, False)] * 4)
     assert next_move(layout, givers=[], receivers=[0, 1], draining=[]) is None
     assert next_move(layout, givers=[0, 1], receivers=[0], draining=[]) is None

@@ -45,7 +45,7 @@ def size_of(layout: ShardLayout, partition: Partition) -> int:
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(
+def test_each_element_is_in_exactly_one_partition_of_at_most_eight_mebibytes(
     tensors: list[TensorSpec], servers: int
 ) -> None:
     layout = lay_out(tensors, range(servers))
@@ -62,7 +62,7 @@ def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_what_is_packed_together_is_of_one_dtype_and_trained_alike_in_the_order_of_declaration(
+def test_tensors_packed_together_have_one_dtype_and_settings_in_declaration_order(
     tensors: list[TensorSpec], servers: int
 ) -> None:
     for partition in lay_out(tensors, range(servers)).partitions:
@@ -91,7 +91,7 @@ def test_what_is_packed_together_is_of_one_dtype_and_trained_alike_in_the_order_
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_no_server_holds_more_than_one_partition_above_another_of_either_kind(
+def test_servers_partition_counts_differ_by_at_most_one_per_kind(
     tensors: list[TensorSpec], servers: int
 ) -> None:
     layout = lay_out(tensors, range(servers))
@@ -125,7 +125,7 @@ def test_a_large_model_is_spread_within_ten_percent() -> None:
     assert max(loads) <= 1.1 * min(loads)
 
 
-def test_many_small_tensors_make_few_partitions() -> None:
+def test_many_small_tensors_give_few_partitions() -> None:
     model = [TensorSpec(name=f"layer{i}", shape=(64, 64), dtype="float32") for i in range(1000)]
     for servers in (1, 4):
         layout = lay_out(model, range(servers))
@@ -136,7 +136,7 @@ def test_many_small_tensors_make_few_partitions() -> None:
         assert max(loads) <= 1.5 * min(loads)
 
 
-def test_a_large_tensor_is_cut_between_rows() -> None:
+def test_large_tensor_is_split_between_rows() -> None:
     (table,) = [TensorSpec(name="table", shape=(100_000, 300), dtype="float32")]
     for partition in lay_out([table], range(2)).partitions:
         for piece in partition.pieces:
@@ -149,7 +149,7 @@ def test_a_large_tensor_is_cut_between_rows() -> None:
     ] == [2 << 20] * 5
 
 
-def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers() -> None:
+def test_trained_tensors_beside_a_large_frozen_model_are_spread_over_all_servers() -> None:
     frozen = [
         TensorSpec(name=f"layer{i}", shape=(4096, 4096), dtype="float32", frozen=True)
         for i in range(16)
@@ -167,14 +167,14 @@ def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers(
     assert loads == [sum(loads) // 8] * 8
 
 
-def test_tensors_that_are_to_be_apart_share_no_partition() -> None:
+def test_tensors_to_be_kept_apart_share_no_partition() -> None:
     model = [
         TensorSpec(name=f"layer{i}", shape=(8,), dtype="float32", apart=True) for i in range(5)
     ]
     assert [len(partition.pieces) for partition in lay_out(model, range(2)).partitions] == [1] * 5
 
 
-def test_tables_are_spread_in_buckets_behind_the_dense_tensors() -> None:
+def test_tables_are_spread_in_buckets_after_the_dense_tensors() -> None:
     tensors = [
         TensorSpec(name="users", shape=(0, 16), dtype="float32", table=TABLE),
         TensorSpec(name="weight", shape=(10,), dtype="float32"),

@@ -11,7 +11,7 @@ from shoal_coordinator.state.codec import decode_state, encode_changes, everythi
 SPEC = JobSpec(job_id="j", min_workers=1, max_workers=2, parameter_servers=2)
 
 
-def test_moves_and_places_that_drain_are_read_as_they_were_written() -> None:
+def test_moves_and_draining_places_are_read_back_as_written() -> None:
     move = Move(number=4, partitions=(0, 3, 7), giver=0, giver_incarnation="first", receiver=2)
     state = JobState(
         spec=SPEC,
@@ -20,7 +20,7 @@ def test_moves_and_places_that_drain_are_read_as_they_were_written() -> None:
     assert decode_state(encode_changes(state, everything(state)).put) == state
 
 
-def test_a_job_that_an_older_release_wrote_may_have_the_servers_that_it_has_and_no_more() -> None:
+def test_job_of_an_older_release_is_limited_to_its_present_servers() -> None:
     state = JobState(spec=SPEC)
     written = dict(encode_changes(state, everything(state)).put)
     header = json.loads(written["header"])

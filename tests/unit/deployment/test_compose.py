@@ -40,7 +40,7 @@ def has_healthcheck(service: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_waits_only_for_services_that_exist_and_for_health_only_where_it_is_checked(
+def test_service_waits_only_for_existing_services_and_for_health_only_where_it_is_checked(
     name: str,
 ) -> None:
     for dependency, how in SERVICES[name].get("depends_on", {}).items():
@@ -96,7 +96,7 @@ def configuration_mounted(service: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_whatever_compose_declares_is_used() -> None:
+def test_every_compose_declaration_is_used() -> None:
     for kind in ("networks", "secrets"):
         used = {name for service in SERVICES.values() for name in service.get(kind, [])}
         assert used == set(COMPOSE[kind])
@@ -116,7 +116,7 @@ def test_files_mounted_from_the_repository_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
-def test_what_we_build_runs_without_root_privileges(name: str) -> None:
+def test_our_images_run_without_root_privileges(name: str) -> None:
     stage = STAGES[SERVICES[name]["build"]["target"]]
     users = re.findall(r"(?m)^USER (\S+)", stage)
     assert users
@@ -155,7 +155,7 @@ def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> 
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(name: str) -> None:
+def test_every_service_restarts_after_a_crash_and_publishes_only_on_loopback(name: str) -> None:
     assert SERVICES[name]["restart"].partition(":")[0] in {"unless-stopped", "on-failure"}
     for port in SERVICES[name].get("ports", []):
         assert port.startswith("127.0.0.1:")
@@ -164,11 +164,11 @@ def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(n
 @pytest.mark.parametrize(
     "name", [name for name, service in SERVICES.items() if "build" not in service]
 )
-def test_images_of_others_are_pinned_to_a_release(name: str) -> None:
+def test_third_party_images_are_pinned_to_a_release(name: str) -> None:
     assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
 
 
-def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -> None:
+def test_redis_persists_before_it_answers_and_is_reachable_from_other_containers() -> None:
     command = shlex.join(SERVICES["redis"]["command"])
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
@@ -178,7 +178,7 @@ def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -
 
 
 @pytest.mark.parametrize("name", [name for name in SERVICES if name.startswith("ps-server-")])
-def test_a_parameter_server_is_started_as_its_image_starts_it_with_a_folder_for_each_job(
+def test_parameter_server_starts_as_in_its_image_with_a_folder_for_each_job(
     name: str,
 ) -> None:
     (image,) = re.findall(r"(?m)^CMD (\[.*\])", STAGES[SERVICES[name]["build"]["target"]])
@@ -187,7 +187,7 @@ def test_a_parameter_server_is_started_as_its_image_starts_it_with_a_folder_for_
     assert SERVICES[name]["command"] == [*same, f"{folder}/{job}"]
 
 
-def test_the_gpu_override_changes_services_that_exist_and_builds_a_stage_that_exists() -> None:
+def test_gpu_override_changes_existing_services_and_builds_an_existing_stage() -> None:
     for name, service in GPU["services"].items():
         assert name in SERVICES
         assert service["build"]["target"] in STAGES
@@ -202,7 +202,7 @@ def test_the_gpu_image_has_a_compiler_for_inductor_and_runs_without_root_privile
     assert int(re.findall(r"(?m)^USER (\S+)", stage)[-1]) > 0
 
 
-def test_the_build_context_holds_what_the_dockerfile_copies_and_no_secrets() -> None:
+def test_build_context_contains_the_files_the_dockerfile_copies_and_no_secrets() -> None:
     allowed = {
         line[1:]
         for line in (ROOT / ".dockerignore").read_text().splitlines()

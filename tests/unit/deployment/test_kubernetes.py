@@ -124,14 +124,14 @@ def names(value: object) -> str:
 
 
 @pytest.mark.parametrize("document", [document for _, document in DOCUMENTS], ids=names)
-def test_every_field_exists_and_has_a_value_of_its_kind(document: Manifest) -> None:
+def test_every_field_exists_and_has_a_value_of_its_type(document: Manifest) -> None:
     check(document)
 
 
 @pytest.mark.parametrize(
     "document", [document for _, document in DOCUMENTS if "spec" in document], ids=names
 )
-def test_a_field_that_does_not_exist_is_found(document: Manifest) -> None:
+def test_unknown_field_is_found(document: Manifest) -> None:
     import kubernetes_validate
 
     wrong = copy.deepcopy(document)
@@ -141,7 +141,7 @@ def test_a_field_that_does_not_exist_is_found(document: Manifest) -> None:
 
 
 @pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod.name)
-def test_a_pod_runs_as_nobody_in_particular_and_writes_to_its_volumes_alone(pod: Pod) -> None:
+def test_pod_runs_as_an_unprivileged_user_and_writes_only_to_its_volumes(pod: Pod) -> None:
     of_pod = pod.spec["securityContext"]
     assert of_pod["runAsNonRoot"] is True
     assert (of_pod["runAsUser"], of_pod["runAsGroup"], of_pod["fsGroup"]) == (10001,) * 3
@@ -155,7 +155,7 @@ def test_a_pod_runs_as_nobody_in_particular_and_writes_to_its_volumes_alone(pod:
 
 
 @pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod.name)
-def test_a_pod_gets_the_secrets_that_it_names_and_no_others(pod: Pod) -> None:
+def test_pod_gets_exactly_the_secrets_it_names(pod: Pod) -> None:
     text = yaml.safe_dump([pod.container.get("env"), pod.container["args"]])
     (secret,) = (mount["secret"] for mount in pod.mounts.values() if "secret" in mount)
     assert {item["path"] for item in secret["items"]} == set(
@@ -167,7 +167,7 @@ def test_a_pod_gets_the_secrets_that_it_names_and_no_others(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("pod", PODS, ids=lambda pod: pod.name)
-def test_what_a_pod_mounts_is_declared(pod: Pod) -> None:
+def test_mounts_of_a_pod_are_declared(pod: Pod) -> None:
     declared = {(document["kind"], document["metadata"]["name"]) for _, document in DOCUMENTS}
     generated = {generator["name"] for generator in kustomization("base")["configMapGenerator"]}
     for volume in pod.mounts.values():
@@ -197,7 +197,7 @@ def test_each_host_that_a_pod_talks_to_is_a_service_with_that_port() -> None:
         assert int(port) in services[host]
 
 
-def test_each_service_leads_to_ports_of_a_pod() -> None:
+def test_each_service_targets_ports_of_a_pod() -> None:
     by_label = {
         pod.workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: pod
         for pod in PODS
@@ -209,7 +209,7 @@ def test_each_service_leads_to_ports_of_a_pod() -> None:
             assert {port["port"] for port in document["spec"]["ports"]} <= ports
 
 
-def test_services_start_as_their_images_start_them_and_servers_keep_each_jobs_data_apart() -> None:
+def test_services_start_as_in_their_images_and_servers_keep_each_jobs_data_apart() -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
     commands = [
         yaml.safe_load(command)
@@ -242,7 +242,7 @@ def kustomization(folder: str) -> Manifest:
 
 
 @pytest.mark.parametrize("folder", ["base", "servers", *OVERLAYS])
-def test_a_kustomization_lists_what_lies_beside_it(folder: str) -> None:
+def test_kustomization_lists_the_files_beside_it(folder: str) -> None:
     listed = {name for name in kustomization(folder)["resources"] if name != "../base"}
     assert listed == {path.name for path in (FOLDER / folder).glob("*.yaml")} - {
         "kustomization.yaml"
@@ -251,7 +251,7 @@ def test_a_kustomization_lists_what_lies_beside_it(folder: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("servers", [False, True])
-def test_kustomize_makes_of_an_overlay_what_its_files_say(
+def test_kustomize_renders_an_overlay_as_its_files_say(
     overlay: str, servers: bool, tmp_path: Path
 ) -> None:
     if shutil.which("kubectl") is None:

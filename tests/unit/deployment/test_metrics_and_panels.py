@@ -106,16 +106,16 @@ def test_alerts_read_only_series_that_exist() -> None:
     assert [rule["alert"] for rule in others if not read[rule["alert"]]] == []
 
 
-def test_each_metric_says_what_it_counts() -> None:
+def test_each_metric_describes_what_it_counts() -> None:
     assert [name for name in FAMILIES if not FAMILIES[name].documentation.endswith(".")] == []
 
 
-def test_reasons_are_given_for_metrics_that_exist() -> None:
+def test_reasons_are_given_only_for_existing_metrics() -> None:
     assert set(WITHOUT_PANEL) <= set(FAMILIES)
 
 
 @pytest.mark.parametrize("service", ["coordinator", "worker", "ps"])
-def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
+def test_each_service_has_its_own_dashboard(service: str) -> None:
     """A service's dashboard shows all metrics of the service except those on the overview, which
     shows only metrics of common interest."""
     uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[
@@ -136,7 +136,7 @@ def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
     assert len(own & on[uid]) > len(own) / 2
 
 
-def test_lines_do_not_break_when_ranks_are_dealt_anew() -> None:
+def test_series_continue_when_ranks_are_reassigned() -> None:
     """No graph has lines with a rank or a member id in their labels, because such lines would break
     at a re-ranking. The table of shoal_worker_info shows both."""
     breaking = [

@@ -25,7 +25,7 @@ pin_images = load()
 SHA = "sha256:" + "0" * 64
 
 
-def test_every_service_is_pinned_by_its_image_or_by_the_one_that_it_is_built_from() -> None:
+def test_every_service_is_pinned_by_its_image_or_its_base_image() -> None:
     compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
     asked: list[str] = []
 
@@ -59,7 +59,7 @@ def test_an_image_without_a_digest_is_refused(digests: str) -> None:
         pin_images.by_digest("valkey/valkey:9.1.4", digests)
 
 
-def test_an_engine_that_is_not_there_is_named_with_the_remedy() -> None:
+def test_missing_container_engine_is_named_with_the_remedy() -> None:
     with pytest.raises(
         pin_images.PinError, match="no-such-engine is not installed; use another engine"
     ):

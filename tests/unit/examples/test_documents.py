@@ -60,7 +60,7 @@ def test_a_saved_average_loads_into_the_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor"])
-def test_an_average_of_a_model_that_is_cut_is_that_of_one_process(strategy: str) -> None:
+def test_average_of_a_sharded_model_matches_one_process(strategy: str) -> None:
     """The averaging code of docs/guides/averages.md for sharded parameters gives the same averages
     as its code for a single rank."""
     _, cut, *_ = averages()

@@ -30,7 +30,7 @@ def run(*arguments: str, world_size: int = 1) -> list[float]:
     return shoal.launch(GPT["main"], [*SMALL, *arguments], world_size=world_size)
 
 
-def test_it_learns_from_the_standard_library() -> None:
+def test_gpt_example_learns_from_the_standard_library() -> None:
     (before,) = run("--steps", "1")
     (after,) = run("--steps", "30")
     assert 7.5 < before < 8.5  # bits per byte; guessing costs 8
@@ -41,7 +41,7 @@ def test_it_learns_from_the_standard_library() -> None:
     "strategy",
     [pytest.param(s, marks=pytest.mark.matrix) if s in RUN_BELOW else s for s in IN_LAUNCHES],
 )
-def test_it_runs_under_every_strategy(strategy: str) -> None:
+def test_gpt_example_runs_under_every_strategy(strategy: str) -> None:
     first, second = run(
         "--strategy", strategy, "--steps", "3", *OPTIONS.get(strategy, []), world_size=2
     )
@@ -49,7 +49,7 @@ def test_it_runs_under_every_strategy(strategy: str) -> None:
     assert 4.0 < first < 8.5
 
 
-def test_strategies_that_compute_the_same_end_with_the_same(tmp_path: Path) -> None:
+def test_equivalent_strategies_end_with_equal_parameters(tmp_path: Path) -> None:
     (alone,) = run("--steps", "3")
     for strategy in ("ddp", "zero3", "pipeline", "tensor"):
         assert run("--strategy", strategy, "--steps", "3", world_size=2) == pytest.approx(
@@ -57,7 +57,7 @@ def test_strategies_that_compute_the_same_end_with_the_same(tmp_path: Path) -> N
         )
 
 
-def test_it_goes_on_from_a_checkpoint_and_writes(
+def test_gpt_example_resumes_from_a_checkpoint_and_generates_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = ["--checkpoints", str(tmp_path), "--strategy", "fsdp"]

@@ -47,7 +47,7 @@ def test_a_processor_that_computes_one_element_wrong_is_found() -> None:
         checks.matrix()
 
 
-def test_a_device_that_returns_other_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_returns_different_data_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checked function gets the CPU as its device. tests/gpu/test_health.py checks real
     GPUs."""
     monkeypatch.setattr(checks, "_COPY_BYTES", 8 << 20)
@@ -85,7 +85,7 @@ def test_each_gpu_is_checked_and_nccl_over_all_of_them(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_disk_that_returns_other_data_is_found(
+def test_disk_that_returns_different_data_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "MB/s written" in checks.disk(str(tmp_path))
@@ -98,7 +98,7 @@ def test_a_disk_that_returns_other_data_is_found(
         checks.disk(str(tmp_path))
 
 
-def test_the_checks_of_this_machine_pass_and_name_what_they_measured() -> None:
+def test_checks_of_this_machine_pass_and_report_their_measurements() -> None:
     results = asyncio.run(check_machine())
     assert [result.name for result in results][:3] == ["disk", "memory", "matrix product"]
     assert failures_text(results) == ""
@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_written_is_a_failure_with_the_systems_reason() ->
     assert ended.stdout.strip() == "disk: [Errno 27] File too large"
 
 
-def test_a_directory_of_temporary_files_that_is_gone_is_a_failure_of_the_disk(
+def test_missing_temporary_directory_is_a_failure_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -127,7 +127,7 @@ def test_a_directory_of_temporary_files_that_is_gone_is_a_failure_of_the_disk(
     assert "No such file or directory" in failures_text(results)
 
 
-def test_checks_that_do_not_end_have_failed() -> None:
+def test_checks_that_do_not_finish_have_failed() -> None:
     results = asyncio.run(check_machine(timedelta(milliseconds=1)))
     assert failures_text(results) == (
         "all checks: the checks did not end within 0.001 s; 0 had completed"
@@ -138,7 +138,7 @@ def test_checks_that_do_not_end_have_failed() -> None:
     ("offset_s", "uncertainty_s", "ok"),
     [(0.2, 0.1, True), (-4.9, 0.0, True), (-9.0, 0.5, False), (9.0, 5.0, True), (60.0, 1.0, False)],
 )
-def test_a_clock_may_differ_by_five_seconds_beyond_what_is_unknown(
+def test_clock_may_differ_by_five_seconds_plus_the_uncertainty(
     offset_s: float, uncertainty_s: float, ok: bool
 ) -> None:
     result = check_clock(timedelta(seconds=offset_s), timedelta(seconds=uncertainty_s))

@@ -105,7 +105,7 @@ def stored(name: str, unix_s: float, nbytes: int = 10, *, ended: bool = True) ->
     return Stored(directory=Path(name), unix_s=unix_s, nbytes=nbytes, ended=ended)
 
 
-def test_the_oldest_beyond_the_number_or_the_size_are_removed_and_none_that_runs() -> None:
+def test_oldest_runs_beyond_the_number_or_size_are_removed_unless_running() -> None:
     runs = [stored(str(age), -age) for age in range(5)]
     limits = Limits(runs=3, nbytes=1000)
     assert [str(each.directory) for each in to_remove(runs, limits)] == ["3", "4"]
@@ -136,13 +136,13 @@ def test_pruning_removes_runs_of_all_kinds_and_empty_jobs(tmp_path: Path) -> Non
     assert not (tmp_path / "old").exists()
 
 
-def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_run_is_read_back_as_written(tmp_path: Path) -> None:
     run = kept(tmp_path, "a", 1)
     assert History(tmp_path).all() == [run]
     assert (run.outcome, run.took_s, run.name) == (Outcome.COMPLETED, 89.0, "a/1")
 
 
-def test_a_run_without_an_end_runs_or_was_killed(tmp_path: Path) -> None:
+def test_run_without_an_end_is_running_or_was_killed(tmp_path: Path) -> None:
     assert kept(tmp_path, "a", 1, end=None, lives=True).outcome is Outcome.RUNNING
     assert kept(tmp_path, "a", 2, end=None).outcome is Outcome.KILLED
 
@@ -178,7 +178,9 @@ def test_an_unreadable_record_is_named_and_harms_no_other(tmp_path: Path, text: 
     assert "\n" not in unreadable.why
 
 
-def test_launchers_that_begin_at_once_get_a_directory_each_and_keep_it(tmp_path: Path) -> None:
+def test_launchers_that_start_simultaneously_get_a_directory_each_and_keep_it(
+    tmp_path: Path,
+) -> None:
     def begin(_: int) -> Path:
         history = History(tmp_path / "state")
         own = history.make_directory("a")
@@ -191,7 +193,7 @@ def test_launchers_that_begin_at_once_get_a_directory_each_and_keep_it(tmp_path:
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (*made, made[0].parent))
 
 
-def test_limits_are_variables() -> None:
+def test_limits_come_from_environment_variables() -> None:
     assert Limits.load({}) == Limits(runs=100, nbytes=1 << 30)
     values = {"SHOAL_HISTORY_RUNS": "7", "SHOAL_HISTORY_MIB": "2"}
     assert Limits.load(values) == Limits(runs=7, nbytes=2 << 20)
@@ -297,7 +299,7 @@ def test_a_record_has_the_script_and_its_arguments_and_no_environment(
     assert all("hunter2" not in path.read_text() for path in state.glob("*/*/*"))
 
 
-def test_a_worker_that_was_replaced_is_listed_last_and_named_as_replaced(state: Path) -> None:
+def test_replaced_worker_is_listed_last_and_named_as_replaced(state: Path) -> None:
     recording = RunRecorder.begin(SETTINGS)
     assert recording is not None
     killed, done = ExitStatus.from_returncode(-signal.SIGKILL), ExitStatus(0)
@@ -342,7 +344,7 @@ def test_a_worker_that_was_replaced_is_listed_last_and_named_as_replaced(state: 
         (replace(END, outcome=Outcome.INTERRUPTED, last_step=0, steps_in_all=0, steps=0), "-"),
     ],
 )
-def test_the_list_of_runs_shows_how_far_each_came(tmp_path: Path, end: RunEnd, step: str) -> None:
+def test_list_of_runs_shows_the_progress_of_each(tmp_path: Path, end: RunEnd, step: str) -> None:
     shown = Console(width=100, file=io.StringIO())
     shown.print(runs_view([kept(tmp_path, "a", 1, end=end)]))
     header, row = shown.file.getvalue().splitlines()
@@ -350,7 +352,7 @@ def test_the_list_of_runs_shows_how_far_each_came(tmp_path: Path, end: RunEnd, s
     assert row[:at].split("  ")[-1].strip() == step
 
 
-def test_nothing_is_recorded_if_none_are_to_be_kept(
+def test_nothing_is_recorded_if_the_limit_is_zero(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_HISTORY_RUNS", "0")
@@ -358,12 +360,12 @@ def test_nothing_is_recorded_if_none_are_to_be_kept(
     assert not state.exists()
 
 
-def test_an_id_that_no_job_can_have_makes_no_directory(state: Path) -> None:
+def test_invalid_job_id_creates_no_directory(state: Path) -> None:
     assert RunRecorder.begin(replace(SETTINGS, job_id="../../away")) is None
     assert not state.parent.exists()
 
 
-def test_a_directory_that_cannot_be_made_is_one_line_and_no_error(
+def test_directory_that_cannot_be_created_is_reported_in_one_line_and_is_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -122,7 +122,7 @@ def test_only_the_last_part_of_a_file_is_uploaded_again(
     assert max(size for _, size in storage.writes) == 10
 
 
-def test_a_file_that_grows_during_each_request_does_not_keep_others_from_being_uploaded(
+def test_file_that_grows_during_each_request_does_not_block_the_upload_of_others(
     storage: Storage, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, interval=timedelta(hours=1))
@@ -144,7 +144,7 @@ def test_nothing_is_uploaded_between_intervals(storage: Storage, tmp_path: Path)
     assert storage.writes == [(FILE, 5), (FILE, 11)]
 
 
-def test_each_time_that_a_storage_fails_is_noted_once_with_its_end(
+def test_each_outage_of_a_storage_is_logged_once_with_its_end(
     storage: Storage, tmp_path: Path
 ) -> None:
     run = Run(tmp_path)

@@ -19,15 +19,15 @@ def split(*pieces: bytes) -> list[bytes]:
     return lines + splitter.flush()
 
 
-def test_lines_come_whole_however_they_were_written() -> None:
+def test_lines_are_complete_however_they_were_written() -> None:
     assert split(b"on", b"e\ntwo\nth", b"ree\n") == [b"one\n", b"two\n", b"three\n"]
 
 
-def test_an_unfinished_last_line_is_ended() -> None:
+def test_unfinished_last_line_is_terminated() -> None:
     assert split(b"one\nrest") == [b"one\n", b"rest\n"]
 
 
-def test_a_windows_line_end_cut_in_two_is_one_line_end() -> None:
+def test_split_windows_line_ending_is_one_line_ending() -> None:
     assert split(b"one\r", b"\ntwo\n") == [b"one\r\n", b"two\n"]
 
 
@@ -38,7 +38,7 @@ def test_a_progress_bar_shows_while_it_moves() -> None:
     assert splitter.flush() == [b" 20%\n"]
 
 
-def test_a_line_without_an_end_comes_in_pieces() -> None:
+def test_unterminated_line_is_shown_in_pieces() -> None:
     splitter = LineSplitter()
     pieces = [line for _ in range(40) for line in splitter.feed(b"x" * 65536)] + splitter.flush()
     assert len(pieces) == 3
@@ -46,7 +46,9 @@ def test_a_line_without_an_end_comes_in_pieces() -> None:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=10))
-def test_no_byte_but_lone_carriage_returns_is_lost_whatever_the_cuts(pieces: list[bytes]) -> None:
+def test_only_lone_carriage_returns_are_dropped_however_the_bytes_are_split(
+    pieces: list[bytes],
+) -> None:
     data = b"".join(pieces)
     assert b"".join(split(*pieces)).replace(b"\r", b"").rstrip(b"\n") == data.replace(
         b"\r", b""
@@ -111,9 +113,7 @@ def write_lines(descriptor: int, rank: int) -> None:
             file.write(b"%d\n" % rank)
 
 
-def test_finish_takes_what_is_there_and_does_not_wait_for_a_pipe_that_another_process_holds() -> (
-    None
-):
+def test_finish_reads_available_output_without_waiting_for_another_process_with_the_pipe() -> None:
     seen = Collector()
     pump = OutputPump(seen)
     one, descriptor = source()
@@ -137,7 +137,7 @@ def test_output_appears_while_the_process_runs() -> None:
     pump.close(timedelta(seconds=60))
 
 
-def test_a_file_gets_the_bytes_as_they_were_and_the_console_may_be_left_out(tmp_path: Path) -> None:
+def test_file_receives_the_original_bytes_and_the_console_may_be_omitted(tmp_path: Path) -> None:
     seen = Collector()
     pump = OutputPump(seen)
     log = tmp_path / "attempt_0" / "1" / "stdout.log"

@@ -78,7 +78,7 @@ def test_a_steady_run_has_a_steady_throughput(samples: bool) -> None:
     assert [at for at, _ in shown] == sorted(at for at, _ in shown)
 
 
-def test_a_short_run_has_fewer_intervals_and_the_shortest_none_too_many() -> None:
+def test_short_run_has_fewer_intervals_and_the_shortest_still_has_one() -> None:
     assert len(rates(figures([0.5] * 30))) == 10
     assert len(rates(figures([0.5]))) == 1
 
@@ -99,7 +99,7 @@ def test_ticks_are_plain_numbers(tmp_path: Path, losses: list[float], expected: 
     assert not [word for word in said if re.search(r"10\s*-?\d$|\d[eE][-+]\d|×", word)], said
 
 
-def test_the_only_value_of_a_short_run_is_a_dot(tmp_path: Path) -> None:
+def test_single_value_of_a_short_run_is_drawn_as_a_dot(tmp_path: Path) -> None:
     markers = []
     for losses in ([2.0], [2.0, 1.0]):
         draw(figures(losses), tmp_path / "run.svg", title="run")
@@ -108,7 +108,7 @@ def test_the_only_value_of_a_short_run_is_a_dot(tmp_path: Path) -> None:
     assert one > two
 
 
-def test_reported_numbers_have_a_panel_each(tmp_path: Path) -> None:
+def test_each_reported_number_has_a_panel(tmp_path: Path) -> None:
     file = tmp_path / "run.svg"
     draw(figures([0.5, math.nan, 0.4], accuracy=0.9, lr=0.001), file, title="t")
     said = texts(file)
@@ -139,18 +139,18 @@ def test_figures_of_benchmarks_have_plain_ticks_too(tmp_path: Path) -> None:
     ("value", "text"),
     [(0.6, "0.6"), (0, "0"), (0.0005, "0.0005"), (1_000_000, "1,000,000"), (-2.5, "-2.5")],
 )
-def test_a_number_is_written_as_people_do(value: float, text: str) -> None:
+def test_numbers_are_formatted_for_people(value: float, text: str) -> None:
     assert plain(value) == text
 
 
-def test_few_decades_need_no_logarithm() -> None:
+def test_few_decades_are_drawn_without_a_logarithm() -> None:
     assert not is_wide([])
     assert not is_wide([0.1, 1.0])
     assert not is_wide([0.0, 100.0])
     assert is_wide([0.1, 2.0])
 
 
-def test_a_plot_goes_to_a_url(tmp_path: Path) -> None:
+def test_plot_is_written_to_a_url(tmp_path: Path) -> None:
     place = "memory://bucket/run.svg"
     check_plot(place)
     draw(figures([1.0] * 10), place, title="run")

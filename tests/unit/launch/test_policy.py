@@ -66,7 +66,7 @@ class TestPlainScript:
         assert story.exited(ended(1, RAISED), elastic=False) is Action.STOP
         assert story.exit_code() == 1
 
-    def test_all_are_started_anew_as_often_as_allowed(self) -> None:
+    def test_all_are_restarted_as_often_as_allowed(self) -> None:
         story = policy(max_restarts=2)
         for restart in (1, 2):
             assert story.exited(ended(0, RAISED), elastic=False) is Action.RESTART_ALL
@@ -74,7 +74,7 @@ class TestPlainScript:
             story.started_all()
         assert story.exited(ended(0, RAISED), elastic=False) is Action.STOP
 
-    def test_a_restart_that_goes_through_makes_the_run_a_success(self) -> None:
+    def test_successful_restart_makes_the_run_a_success(self) -> None:
         story = policy(max_restarts=1)
         story.exited(ended(2, RAISED), elastic=False)
         story.started_all()
@@ -83,7 +83,7 @@ class TestPlainScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [2]
 
-    def test_those_that_fail_of_themselves_while_the_rest_is_stopped_are_reported_too(self) -> None:
+    def test_independent_failures_while_the_rest_is_stopped_are_reported_too(self) -> None:
         story = policy()
         story.exited(ended(1, RAISED), elastic=False)
         story.exited(ended(0, RAISED), elastic=False)
@@ -92,39 +92,41 @@ class TestPlainScript:
 
 
 class TestElasticScript:
-    def test_a_killed_worker_is_replaced_alone(self) -> None:
+    def test_killed_worker_alone_is_replaced(self) -> None:
         story = policy()
         assert story.exited(ended(1, KILLED), elastic=True) is Action.REPLACE
         assert story.replaced(1) == 1
         assert story.replaced(0) == 0
 
-    def test_a_worker_that_was_evicted_is_replaced_like_one_that_a_signal_killed(self) -> None:
+    def test_evicted_worker_is_replaced_like_a_killed_one(self) -> None:
         story = policy()
         assert story.exited(ended(1, OUT), elastic=True) is Action.REPLACE
         assert policy(max_restarts=0).exited(ended(1, OUT), elastic=True) is Action.NONE
 
-    def test_each_worker_is_replaced_so_often_and_then_the_others_go_on_without(self) -> None:
+    def test_each_worker_is_replaced_up_to_the_limit_and_then_the_others_continue_without_it(
+        self,
+    ) -> None:
         story = policy()
         for _ in range(ELASTIC_RESTARTS):
             assert story.exited(ended(1, KILLED), elastic=True) is Action.REPLACE
         assert story.exited(ended(1, KILLED), elastic=True) is Action.NONE
         assert story.exited(ended(2, KILLED), elastic=True) is Action.REPLACE
 
-    def test_no_restarts_asked_for_means_none(self) -> None:
+    def test_no_restarts_allowed_means_no_replacement(self) -> None:
         assert policy(max_restarts=0).exited(ended(0, KILLED), elastic=True) is Action.NONE
 
-    def test_a_replacement_that_dies_before_it_joined_is_still_elastic(self) -> None:
+    def test_replacement_that_dies_before_joining_is_replaced_too(self) -> None:
         story = policy()
         story.exited(ended(1, KILLED), elastic=True)
         assert story.exited(ended(1, KILLED), elastic=False) is Action.REPLACE
 
     @pytest.mark.parametrize("end", [JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED])
-    def test_nobody_joins_a_job_that_is_over(self, end: JobEnd) -> None:
+    def test_finished_job_accepts_no_replacement(self, end: JobEnd) -> None:
         story = policy()
         story.heard(end)
         assert story.exited(ended(1, KILLED), elastic=True) is Action.NONE
 
-    def test_what_the_others_outlive_is_no_failure_of_the_run(self) -> None:
+    def test_failure_survived_by_the_others_does_not_fail_the_run(self) -> None:
         story = policy(max_restarts=0)
         story.exited(ended(1, KILLED), elastic=True)
         story.heard(JobEnd.COMPLETED)
@@ -133,7 +135,7 @@ class TestElasticScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [1]
 
-    def test_one_that_is_killed_after_the_others_came_to_the_end_is_no_failure_of_the_run(
+    def test_worker_killed_after_the_others_finished_does_not_fail_the_run(
         self,
     ) -> None:
         story = policy()
@@ -143,7 +145,7 @@ class TestElasticScript:
         assert story.failures == []
         assert [failure.index for failure in story.survived] == [1]
 
-    def test_a_drained_worker_does_not_excuse_what_fails_after_it(self) -> None:
+    def test_drained_worker_does_not_excuse_a_later_failure(self) -> None:
         story = policy(max_restarts=0)
         story.heard(JobEnd.NONE)
         story.exited(ended(0, DONE), elastic=True)
@@ -161,7 +163,7 @@ class TestAnElasticWorkerThatRaised:
         story.heard(JobEnd.FAILED)
         assert story.exit_code() == 3
 
-    def test_is_replaced_as_often_as_max_restarts_says_and_then_ends_the_job(self) -> None:
+    def test_is_replaced_up_to_max_restarts_times_and_then_ends_the_job(self) -> None:
         story = policy(max_restarts=2)
         assert [story.exited(ended(1, RAISED), elastic=True) for _ in range(3)] == [
             Action.REPLACE,
@@ -169,7 +171,7 @@ class TestAnElasticWorkerThatRaised:
             Action.STOP,
         ]
 
-    def test_is_made_up_for_by_a_replacement_that_comes_to_the_end(self) -> None:
+    def test_is_excused_by_a_replacement_that_finishes(self) -> None:
         story = policy(max_restarts=1)
         story.exited(ended(1, RAISED), elastic=True)
         story.heard(JobEnd.COMPLETED)
@@ -178,7 +180,7 @@ class TestAnElasticWorkerThatRaised:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [1]
 
-    def test_is_never_outlived_where_the_others_may_go_on_without_it(self) -> None:
+    def test_is_not_excused_when_the_others_may_continue_without_it(self) -> None:
         story = policy(fail_fast=False)
         assert story.exited(ended(1, ExitStatus(3)), elastic=True) is Action.NONE
         assert not story.fails_job
@@ -188,7 +190,7 @@ class TestAnElasticWorkerThatRaised:
         assert story.exit_code() == 3
         assert [failure.index for failure in story.failures] == [1]
 
-    def test_fails_the_run_also_when_another_has_come_to_the_end_before(self) -> None:
+    def test_fails_the_run_even_if_another_worker_has_finished_before(self) -> None:
         story = policy()
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
@@ -199,13 +201,13 @@ class TestAnElasticWorkerThatRaised:
         story.exited(ended(2, DONE), elastic=True)
         assert story.exit_code() == 1
 
-    def test_is_known_by_its_account_whatever_ended_the_process_after_it(self) -> None:
+    def test_is_recognized_by_its_error_file_whatever_ended_the_process(self) -> None:
         aborted = ended(1, ExitStatus.from_returncode(-signal.SIGABRT), message="ValueError: a bug")
         story = policy()
         assert story.exited(aborted, elastic=True) is Action.STOP
         assert story.exit_code() == 134
 
-    def test_comes_before_what_follows_from_it_and_what_was_made_up_for_is_not_the_cause(
+    def test_precedes_its_consequences_and_an_excused_one_is_not_the_cause(
         self,
     ) -> None:
         story = policy()
@@ -220,35 +222,35 @@ class TestAnElasticWorkerThatRaised:
         assert [failure.unix_s for failure in story.survived] == [1.0]
 
 
-class TestWhatIsKnownOfTheJob:
-    def test_a_worker_that_left_because_it_was_asked_to_may_say_so_by_its_status(self) -> None:
+class TestKnownJobOutcome:
+    def test_worker_that_left_on_request_may_report_it_by_its_status(self) -> None:
         story = policy()
         assert story.exited(ended(1, ExitStatus(PREEMPTED)), elastic=True) is Action.NONE
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
         assert (story.exit_code(), story.failures, story.survived) == (0, [], [])
 
-    def test_all_workers_asked_to_leave_is_not_the_end_of_the_job(self) -> None:
+    def test_job_is_not_over_when_all_workers_were_asked_to_leave(self) -> None:
         story = policy()
         story.heard(JobEnd.NONE)
         for index in range(3):
             story.exited(ended(index, DONE), elastic=True)
         assert story.exit_code() == EVICTED
 
-    def test_a_coordinator_that_cannot_be_asked_does_not_make_it_a_success(self) -> None:
+    def test_unreachable_coordinator_does_not_make_the_run_a_success(self) -> None:
         story = policy()
         for index in range(3):
             story.exited(ended(index, DONE), elastic=True)
         assert story.exit_code() == EVICTED
 
-    def test_a_worker_that_finished_knows_it_without_the_coordinator(self) -> None:
+    def test_finished_worker_proves_the_end_without_the_coordinator(self) -> None:
         story = policy()
         story.finished()
         for index in range(3):
             story.exited(ended(index, DONE), elastic=True)
         assert story.exit_code() == 0
 
-    def test_a_job_that_was_over_stays_so_when_the_coordinator_loses_its_data(self) -> None:
+    def test_finished_job_stays_finished_when_the_coordinator_loses_its_data(self) -> None:
         story = policy()
         story.heard(JobEnd.COMPLETED)
         story.heard(JobEnd.NONE)
@@ -263,9 +265,7 @@ class TestWhatIsKnownOfTheJob:
         assert story.exit_code() == 1
 
     @pytest.mark.parametrize("end", [JobEnd.NONE, JobEnd.UNKNOWN, JobEnd.STOPPED])
-    def test_a_run_that_was_asked_to_end_and_is_not_finished_says_by_which_signal(
-        self, end: JobEnd
-    ) -> None:
+    def test_unfinished_run_that_was_asked_to_end_names_the_signal(self, end: JobEnd) -> None:
         story = policy()
         story.joined()
         story.heard(end)
@@ -273,7 +273,7 @@ class TestWhatIsKnownOfTheJob:
         story.exited(ended(0, DONE), elastic=True)
         assert story.exit_code(signal_number=signal.SIGTERM) == PREEMPTED
 
-    def test_a_run_that_was_asked_to_end_and_finished_all_the_same_is_a_success(self) -> None:
+    def test_run_asked_to_end_that_finished_anyway_is_a_success(self) -> None:
         story = policy()
         story.stopping()
         story.heard(JobEnd.COMPLETED)
@@ -292,14 +292,18 @@ class TestWhatIsKnownOfTheJob:
         (-40, 168, "signal 40"),
     ],
 )
-def test_exit_statuses_are_reported_as_shells_do(returncode: int, code: int, text: str) -> None:
+def test_exit_statuses_follow_the_convention_of_shells(
+    returncode: int, code: int, text: str
+) -> None:
     status = ExitStatus.from_returncode(returncode)
     assert (status.code, str(status)) == (code, text)
 
 
 class TestStoppedJob:
     @pytest.mark.parametrize(("fail_on_stop", "code"), [(False, 0), (True, EVICTED)])
-    def test_it_is_unfinished_only_if_the_flag_says_so(self, fail_on_stop: bool, code: int) -> None:
+    def test_stopped_job_is_unfinished_only_if_the_flag_says_so(
+        self, fail_on_stop: bool, code: int
+    ) -> None:
         story = policy(fail_on_stop=fail_on_stop)
         story.heard(JobEnd.STOPPED)
         for index in range(3):
@@ -307,14 +311,14 @@ class TestStoppedJob:
         assert story.was_stopped
         assert story.exit_code() == code
 
-    def test_the_flag_does_not_concern_a_completed_job(self) -> None:
+    def test_flag_does_not_affect_a_completed_job(self) -> None:
         story = policy(fail_on_stop=True)
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
         assert not story.was_stopped
         assert story.exit_code() == 0
 
-    def test_a_worker_that_raised_counts_more_than_the_stop(self) -> None:
+    def test_worker_that_raised_outweighs_the_stop(self) -> None:
         story = policy()
         story.exited(ended(0, RAISED), elastic=True)
         story.heard(JobEnd.STOPPED)
@@ -323,7 +327,7 @@ class TestStoppedJob:
 
 
 @pytest.mark.parametrize("status", [KILLED, OUT, RAISED])
-def test_no_worker_is_replaced_on_a_machine_that_the_job_refuses_and_the_job_goes_on(
+def test_job_continues_without_replacing_workers_on_a_refused_machine(
     status: ExitStatus,
 ) -> None:
     decided = policy(max_restarts=9)

@@ -32,7 +32,7 @@ def reader(service: Metadata) -> Notices:
     return READERS[Provider(service.provider)](client)
 
 
-def test_aws_announces_an_interruption_and_before_it_an_elevated_risk() -> None:
+def test_aws_announces_an_interruption_preceded_by_an_elevated_risk() -> None:
     with metadata_service("aws") as service:
         notices = reader(service)
         assert notices.read() == []
@@ -83,7 +83,7 @@ def test_gcp_announces_preemption_and_maintenance(path: str, text: str, leaves: 
         ("Freeze", False),
     ],
 )
-def test_azure_announces_events_of_this_machine_among_those_of_its_scale_set(
+def test_azure_reports_events_of_this_machine_among_those_of_its_scale_set(
     kind: str, leaves: bool
 ) -> None:
     with metadata_service("azure") as service:
@@ -98,7 +98,7 @@ def test_azure_announces_events_of_this_machine_among_those_of_its_scale_set(
 
 
 @pytest.mark.parametrize("provider", list(Provider))
-def test_no_proxy_comes_between_a_machine_and_its_metadata(
+def test_requests_for_metadata_bypass_proxies(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # accepts and never answers
@@ -112,7 +112,7 @@ def test_no_proxy_comes_between_a_machine_and_its_metadata(
 
 @pytest.mark.parametrize("asked", list(Provider))
 @pytest.mark.parametrize("there", list(Provider))
-def test_a_provider_is_not_taken_for_another(asked: Provider, there: Provider) -> None:
+def test_providers_are_not_confused(asked: Provider, there: Provider) -> None:
     with metadata_service(there) as service:
         notices = READERS[asked](MetadataService(service.url, timedelta(seconds=20)))
         if asked is there:
@@ -122,7 +122,7 @@ def test_a_provider_is_not_taken_for_another(asked: Provider, there: Provider) -
             notices.read()
 
 
-def test_a_service_that_does_not_answer_in_time_is_an_error_that_names_it() -> None:
+def test_unresponsive_service_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         client = MetadataService(url, timedelta(milliseconds=50))
@@ -133,7 +133,7 @@ def test_a_service_that_does_not_answer_in_time_is_an_error_that_names_it() -> N
 @pytest.mark.parametrize(
     "url", ["https://169.254.169.254", "169.254.169.254", "http://host/path", "http://host:x"]
 )
-def test_an_unusable_address_is_refused_with_the_form_that_is_expected(url: str) -> None:
+def test_unusable_address_is_refused_with_the_expected_form(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"SHOAL_METADATA_URL=.*expected http://HOST"):
         MetadataService(url, timedelta(seconds=1))
 
@@ -180,7 +180,7 @@ class Watched:
         )
 
 
-def test_auto_says_once_whose_notices_it_watches_and_reports_each_notice_once() -> None:
+def test_auto_names_the_watched_provider_once_and_reports_each_notice_once() -> None:
     with metadata_service("gcp") as service:
         watched = Watched(NoticeSource.AUTO, service.url)
         assert watched.lines.get(timeout=60) == (
@@ -196,13 +196,13 @@ def test_auto_says_once_whose_notices_it_watches_and_reports_each_notice_once() 
         assert watched.lines.empty()
 
 
-def test_auto_asks_nobody_and_says_nothing_on_a_machine_of_no_provider(tmp_path: Path) -> None:
+def test_auto_queries_nothing_and_is_silent_on_a_machine_without_a_provider(tmp_path: Path) -> None:
     watched = Watched(NoticeSource.AUTO, None, dmi=tmp_path)
     assert not watched.watch._thread.is_alive()
     assert watched.lines.empty()
 
 
-def test_a_service_that_stays_silent_is_reported_once_and_so_is_its_return() -> None:
+def test_silent_service_is_reported_once_as_is_its_return() -> None:
     with metadata_service("aws") as service:
         pages = service.pages
         service.provider = "azure"  # answers as somebody else

@@ -8,7 +8,7 @@ import pytest
 from shoal.ray.command import Command, CommandActor
 
 
-def test_a_file_of_the_user_does_not_replace_a_module(
+def test_users_file_does_not_shadow_a_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray starts its actors in the directory of the user's files."""

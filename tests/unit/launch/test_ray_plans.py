@@ -35,14 +35,14 @@ def flags(made: Plan) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-def test_a_number_of_workers_is_placed_together_and_one_is_enough_to_go_on() -> None:
+def test_workers_are_placed_together_and_one_suffices_to_continue() -> None:
     made = plan(workers=4)
     assert made.gang == 4
     assert flags(made)["--nnodes"] == "1:4"
     assert flags(made)["--rdzv-conf"] == "last_call_timeout=30"
 
 
-def test_the_fewest_are_placed_together_and_nobody_waits_for_those_above() -> None:
+def test_minimum_is_placed_together_and_workers_above_it_are_not_awaited() -> None:
     made = plan(workers=(2, 4))
     assert made.gang == 2
     assert flags(made)["--nnodes"] == "2:4"
@@ -55,11 +55,11 @@ def test_several_workers_in_a_bundle_have_one_launcher() -> None:
     assert (flags(made)["--nnodes"], flags(made)["--nproc-per-node"]) == ("1:2", "8")
 
 
-def test_launchers_take_part_in_the_first_run_of_their_job_alone() -> None:
+def test_launchers_take_part_only_in_the_first_run_of_their_job() -> None:
     assert (flags(plan())["--run"], flags(plan())["--rdzv-id"]) == ("1", "train-1")
 
 
-def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
+def test_secrets_appear_in_no_argument_and_no_repr() -> None:
     made = plan(environment={"API_KEY": "secret"}, servers=1)
     for command in (
         made.launcher("a:1", secrets={"SHOAL_TOKEN": "secret"}),
@@ -87,26 +87,26 @@ def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
         ({"flags": ("--no-fail-fast",)}, "'--no-fail-fast' is set by"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+def test_invalid_settings_are_refused_by_name(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         plan(**changes)
 
 
-def test_servers_beside_a_coordinator_of_others_are_refused() -> None:
+def test_servers_with_an_external_coordinator_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="servers=1 is not supported with coordinator='head:7000'"
     ):
         shoal.ray.run("train.py", servers=1, coordinator="head:7000")
 
 
-def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_missing(monkeypatch, "ray")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[ray\]'") as raised:
         shoal.ray.run("train.py")
     assert raised.value.reason == "RAY_NOT_INSTALLED"
 
 
-def test_ray_is_not_imported_before_it_is_needed() -> None:
+def test_ray_is_imported_only_when_needed() -> None:
     code = (
         "import sys, shoal, shoal.ray, shoal.ray.command; shoal.ray.run; sys.exit('ray' in "
         "sys.modules or 'torch' in sys.modules)"

@@ -30,7 +30,7 @@ def register(directory: Path, port: int) -> Registration:
     )
 
 
-def test_the_newest_cluster_is_found_while_it_runs(tmp_path: Path) -> None:
+def test_newest_running_cluster_is_found(tmp_path: Path) -> None:
     first, second = register(tmp_path, 1), register(tmp_path, 2)
     assert [record.job_id for record in running_clusters(tmp_path)] == ["job-2", "job-1"]
     assert newest_cluster(tmp_path).coordinator == "127.0.0.1:2"
@@ -40,7 +40,7 @@ def test_the_newest_cluster_is_found_while_it_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_several_clusters_the_one_that_runs_a_job_is_found_by_it(tmp_path: Path) -> None:
+def test_cluster_that_runs_the_job_is_found_among_several(tmp_path: Path) -> None:
     first, second = register(tmp_path, 1), register(tmp_path, 2)
     assert newest_cluster(tmp_path, job="job-1").coordinator == "127.0.0.1:1"
     with pytest.raises(
@@ -52,14 +52,14 @@ def test_of_several_clusters_the_one_that_runs_a_job_is_found_by_it(tmp_path: Pa
     second.close()
 
 
-def test_no_cluster_names_the_remedy(tmp_path: Path) -> None:
+def test_missing_cluster_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(
         UnknownResourceError, match=r"shoal run --standalone.*--coordinator HOST:PORT"
     ):
         newest_cluster(tmp_path / "missing")
 
 
-def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
+def test_records_of_dead_processes_are_removed(tmp_path: Path) -> None:
     path = register(tmp_path, 1).path
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -68,7 +68,7 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_process_that_only_has_the_same_number_does_not_count(tmp_path: Path) -> None:
+def test_process_with_a_reused_pid_does_not_count(tmp_path: Path) -> None:
     path = register(tmp_path, 1).path
     rewrite(path, pid_start_ticks=(start_ticks(os.getpid()) or 0) - 1)
     assert running_clusters(tmp_path) == []
@@ -81,7 +81,7 @@ def test_clusters_of_other_hosts_in_a_shared_home_are_left_alone(tmp_path: Path)
     assert path.exists()
 
 
-def test_files_of_other_releases_and_broken_ones_are_passed_over(tmp_path: Path) -> None:
+def test_files_of_other_releases_and_damaged_ones_are_skipped(tmp_path: Path) -> None:
     rewrite(register(tmp_path, 1).path, format=99)
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
@@ -90,7 +90,7 @@ def test_files_of_other_releases_and_broken_ones_are_passed_over(tmp_path: Path)
     good.close()
 
 
-def test_the_directory_is_the_users_own() -> None:
+def test_directory_belongs_to_the_user() -> None:
     assert registry_directory({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/shoal")
     assert registry_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/shoal/run")
     assert registry_directory({}) == Path.home() / ".cache" / "shoal" / "run"

@@ -97,7 +97,7 @@ LOST = Event(
 )
 
 
-def test_what_workers_report_is_in_the_course_as_the_mean_of_those_that_are_there(
+def test_values_reported_by_workers_are_averaged_over_the_present_ones(
     run: Run,
 ) -> None:
     for name, accuracy in (("a", 0.5), ("b", 0.7)):
@@ -131,7 +131,7 @@ def test_a_run_of_a_few_steps_has_points_for_the_status_page(run: Run) -> None:
     assert end[2:] == [course.points[0].loss, course.points[0].samples_per_s, 1]
 
 
-def test_a_loss_that_is_reported_after_the_last_step_belongs_to_the_last_point() -> None:
+def test_loss_reported_after_the_last_step_belongs_to_the_last_point() -> None:
     def point(at_ns: int, loss: float, count: int) -> Point:
         return Point(
             at_ns=at_ns, steps=at_ns, samples=0, samples_per_s=at_ns, loss=loss, loss_count=count
@@ -146,7 +146,7 @@ def test_a_loss_that_is_reported_after_the_last_step_belongs_to_the_last_point()
     assert (folded.at_ns, folded.loss, folded.loss_count, folded.samples_per_s) == (4, 2.5, 4, 5)
 
 
-def test_a_loss_and_a_join_are_reported_with_their_pauses_and_the_step_from_which_it_went_on(
+def test_loss_and_join_of_a_worker_are_reported_with_pauses_and_the_resumed_step(
     run: Run,
 ) -> None:
     for name in "ab":
@@ -191,7 +191,7 @@ def test_a_loss_and_a_join_are_reported_with_their_pauses_and_the_step_from_whic
     ]
 
 
-def test_a_cause_that_is_reported_after_the_loss_is_named(run: Run) -> None:
+def test_cause_reported_after_the_loss_is_named(run: Run) -> None:
     for name in "ab":
         run.join(name)
     run.steps(1, 20, "a", "b", generation=1)
@@ -206,7 +206,7 @@ def test_a_cause_that_is_reported_after_the_loss_is_named(run: Run) -> None:
     assert run.account.figures.faults == 1
 
 
-def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time_lost(
+def test_steps_repeated_after_a_return_to_a_checkpoint_count_once_and_as_lost_time(
     run: Run,
 ) -> None:
     for name in "ab":
@@ -228,7 +228,7 @@ def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time
     assert figures.lost_s == pytest.approx(0.09 + 0.1, abs=0.01)
 
 
-def test_a_rank_that_was_in_doubt_of_a_step_does_not_make_it_count_twice(run: Run) -> None:
+def test_rank_in_doubt_of_a_step_does_not_make_it_count_twice(run: Run) -> None:
     for name in "ab":
         run.join(name)
     run.steps(1, 20, "a", "b", generation=1)
@@ -242,7 +242,7 @@ def test_a_rank_that_was_in_doubt_of_a_step_does_not_make_it_count_twice(run: Ru
     assert run.account.figures.samples == 30 * BATCH
 
 
-def test_an_evaluation_is_no_pause(run: Run) -> None:
+def test_evaluation_is_not_a_pause(run: Run) -> None:
     run.join("a")
     run.steps(1, 20, "a", generation=1)
     run.clock.ns += 3_000 * MS
@@ -255,7 +255,7 @@ def test_an_evaluation_is_no_pause(run: Run) -> None:
     assert run.account.status.left.total_seconds() == pytest.approx(0.7)  # 70 steps of 10 ms
 
 
-def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_came_or_went(
+def test_stall_explained_by_the_coordinator_is_a_pause_even_without_a_change_of_members(
     run: Run,
 ) -> None:
     run.join("a")
@@ -311,7 +311,7 @@ def test_ranks_that_leave_as_the_launcher_is_interrupted_do_not_count_as_leaves(
     assert run.account.figures.leaves == 1
 
 
-def test_only_workers_that_run_as_the_signal_comes_leave_because_of_it(run: Run) -> None:
+def test_only_workers_running_when_the_signal_arrives_leave_because_of_it(run: Run) -> None:
     follower = RunFollower(note=lambda text: None)
     for name in "abc":
         follower.started(name, run.directory / name)
@@ -320,7 +320,7 @@ def test_only_workers_that_run_as_the_signal_comes_leave_because_of_it(run: Run)
     assert follower.account.changes.interrupted == {"b", "c"}
 
 
-def test_a_lost_server_is_reported_with_its_pause_soon_after_the_beginning(run: Run) -> None:
+def test_lost_server_is_reported_with_its_pause_soon_after_the_start(run: Run) -> None:
     run.join("a")
     run.steps(1, 2, "a", generation=1)
     run.look()
@@ -335,7 +335,7 @@ def test_a_lost_server_is_reported_with_its_pause_soon_after_the_beginning(run: 
     ]
 
 
-def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
+def test_excluded_rank_counts_as_a_fault(run: Run) -> None:
     run.join("a")
     run.steps(1, 20, "a", generation=1)
     run.clock.ns += 30_000 * MS
@@ -356,7 +356,7 @@ def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
     assert run.account.figures.faults == 1
 
 
-def test_steps_of_seconds_are_no_pauses_and_give_the_time_left(run: Run) -> None:
+def test_steps_of_seconds_are_not_pauses_and_give_the_remaining_time(run: Run) -> None:
     run.join("a")
     for step in range(1, 31):
         run.clock.ns += 2_000 * MS
@@ -373,7 +373,9 @@ def test_steps_of_seconds_are_no_pauses_and_give_the_time_left(run: Run) -> None
     assert status.left.total_seconds() == pytest.approx(70 * 2.01)
 
 
-def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run: Run) -> None:
+def test_worker_that_leaves_a_continuing_run_has_left_but_not_if_all_leave_together(
+    run: Run,
+) -> None:
     run.join("a")
     run.steps(1, 20, "a", generation=1)
     run.steps(21, 30, "a", generation=2)
@@ -391,7 +393,7 @@ def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run
     assert run.account.figures.leaves == 1
 
 
-def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
+def test_batch_on_the_servers_counts_even_if_its_worker_died_before_counting_it(
     tmp_path,
 ) -> None:
     account, clock = RunAccount(), Clock()
@@ -476,7 +478,7 @@ def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
     assert figures() == (14, 56)
 
 
-def test_of_a_tally_that_is_torn_the_commit_before_is_read(tmp_path) -> None:
+def test_torn_tally_is_read_as_of_the_previous_commit(tmp_path) -> None:
     path = tmp_path / "tally"
     writer = TallyWriter(path)
     for step in (1, 2, 3):

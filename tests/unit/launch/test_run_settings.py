@@ -46,7 +46,7 @@ def test_wrong_node_ranges_are_refused_by_name(text: str) -> None:
         NodeRange.parse(text)
 
 
-def test_workers_are_a_number_or_what_the_machine_has() -> None:
+def test_workers_are_a_number_or_derived_from_the_machine() -> None:
     assert parse_workers("3") == 3
     assert parse_workers("cpu") == os.cpu_count()
 
@@ -66,7 +66,7 @@ def torch_that_sees(devices: str, directory: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launcher_settings, "_DRIVERS", (directory,))
 
 
-def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(
+def test_gpu_and_auto_start_one_worker_per_visible_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_that_sees("4", tmp_path, monkeypatch)
@@ -74,7 +74,7 @@ def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(
     assert parse_workers("gpu") == parse_workers("auto") == 4
 
 
-def test_a_torch_that_cannot_count_is_reported_with_what_it_said(
+def test_failing_device_count_is_reported_with_torchs_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch_that_sees("1 / 0", tmp_path, monkeypatch)
@@ -86,19 +86,19 @@ def test_a_torch_that_cannot_count_is_reported_with_what_it_said(
         parse_workers("gpu")
 
 
-def test_slices_of_gpus_are_counted_by_their_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_slices_are_counted_by_their_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa, MIG-bb,MIG-cc")
     assert parse_workers("gpu") == 3
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
-def test_gpu_without_a_gpu_names_the_remedy_and_auto_takes_the_cores() -> None:
+def test_gpu_without_a_gpu_names_the_remedy_and_auto_uses_the_cores() -> None:
     assert parse_workers("auto") == os.cpu_count()
     with pytest.raises(ConfigurationError, match="use a number, cpu or auto"):
         parse_workers("gpu")
 
 
-def test_commands_are_those_of_torchrun(tmp_path: Path) -> None:
+def test_commands_match_those_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     assert worker_command(str(script), ["-m", "x"], module=False, python=True) == (
@@ -118,7 +118,7 @@ def test_commands_are_those_of_torchrun(tmp_path: Path) -> None:
     assert worker_command("echo", ["1"], module=False, python=False) == ("echo", "1")
 
 
-def test_a_script_that_is_not_there_is_refused_before_anything_starts() -> None:
+def test_missing_script_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"'missing.py' does not exist here .* use -m"):
         worker_command("missing.py", [], module=False, python=True)
 
@@ -141,13 +141,13 @@ def test_a_module_is_run_by_python() -> None:
         ({"node_rank": 1}, "--node-rank 1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         settings(**changes)
 
 
 class TestLogs:
-    def test_by_default_all_goes_to_the_console_and_nothing_to_files(self) -> None:
+    def test_default_shows_everything_on_the_console_and_writes_no_files(self) -> None:
         logs = LogSettings()
         assert logs.to_console(0, Streams.OUT)
         assert not logs.to_file(0, Streams.OUT)
@@ -187,7 +187,7 @@ class TestLogs:
             ("gs://bucket/logs", "gcsfs; install it with pip install 'shoal"),
         ],
     )
-    def test_a_url_that_cannot_work_is_refused_before_anything_starts(
+    def test_unusable_url_is_refused_before_anything_starts(
         self, place: str, message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "gcsfs", None)
@@ -198,7 +198,7 @@ class TestLogs:
         with pytest.raises(ConfigurationError, match="--record-dir gs://bucket/r: expected a dir"):
             run_to_exit(settings(record_directory=Path("gs://bucket/r")))
 
-    def test_redirects_leave_the_console(self, tmp_path: Path) -> None:
+    def test_redirects_are_not_shown_on_the_console(self, tmp_path: Path) -> None:
         logs = LogSettings.parse(
             place=str(tmp_path), redirects="0:1,1:2", tee="0", console_ranks=""
         )
@@ -207,7 +207,7 @@ class TestLogs:
         assert (logs.to_console(1, Streams.OUT), logs.to_file(1, Streams.ERR)) == (True, True)
         assert (logs.to_console(2, Streams.OUT), logs.to_file(2, Streams.OUT)) == (True, False)
 
-    def test_the_filter_concerns_the_console_alone(self, tmp_path: Path) -> None:
+    def test_filter_applies_only_to_the_console(self, tmp_path: Path) -> None:
         logs = LogSettings.parse(place=str(tmp_path), redirects="0", tee="3", console_ranks="0,2")
         assert [logs.to_console(index, Streams.OUT) for index in range(3)] == [True, False, True]
         assert all(logs.to_file(index, Streams.OUT) for index in range(3))
@@ -230,7 +230,7 @@ class TestLogs:
 @pytest.mark.parametrize(
     "program", ["train.py", "examples/my train.py", "...", "ünïcode.py", "x" * 200]
 )
-def test_job_ids_are_what_the_coordinator_takes(program: str) -> None:
+def test_job_ids_are_valid_for_the_coordinator(program: str) -> None:
     import re
 
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", new_job_id(program))

@@ -19,13 +19,11 @@ ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "3"}
         ({"SLURM_HET_JOB_ID": "1200"}, "slurm-1200"),
     ],
 )
-def test_each_start_of_an_allocation_has_an_id_of_its_own(
-    more: dict[str, str], expected: str
-) -> None:
+def test_each_start_of_an_allocation_has_its_own_id(more: dict[str, str], expected: str) -> None:
     assert run_id({**ALLOCATION, **more}) == expected
 
 
-def test_one_machine_of_an_allocation_is_enough_to_go_on() -> None:
+def test_one_machine_of_an_allocation_suffices_to_continue() -> None:
     assert run_variables(ALLOCATION) == {
         "PET_NNODES": "1:3",
         "PET_RDZV_CONF": "last_call_timeout=30",
@@ -33,12 +31,12 @@ def test_one_machine_of_an_allocation_is_enough_to_go_on() -> None:
 
 
 @pytest.mark.parametrize("number", ["", "0", "three"])
-def test_a_number_that_slurm_would_not_give_is_named(number: str) -> None:
+def test_number_that_slurm_would_not_set_is_named(number: str) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_JOB_NUM_NODES"):
         run_variables({**ALLOCATION, "SLURM_JOB_NUM_NODES": number})
 
 
-def test_what_is_set_already_wins_but_for_the_coordinator() -> None:
+def test_existing_variables_win_except_for_the_coordinator() -> None:
     given = {
         **ALLOCATION,
         "PET_RDZV_ID": "mine",
@@ -61,7 +59,7 @@ def test_what_is_set_already_wins_but_for_the_coordinator() -> None:
     )
 
 
-def test_without_slurm_the_number_of_machines_is_the_launchers_to_say() -> None:
+def test_launcher_decides_the_number_of_machines_without_slurm() -> None:
     assert not allocated({})
     variables = _variables("n1:4000", "/usr/bin/mpiexec", {})
     assert variables["PET_RDZV_ID"].startswith("mpiexec-")

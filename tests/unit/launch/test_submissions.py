@@ -42,7 +42,7 @@ def test_the_newest_run_of_a_job_counts(tmp_path: Path) -> None:
     assert [(each.job_id, each.run) for each in found.all()] == [("a", 10), ("b", 1)]
 
 
-def test_a_run_has_ended_when_it_says_so_or_its_process_is_gone(tmp_path: Path) -> None:
+def test_run_has_ended_if_recorded_or_if_its_process_is_gone(tmp_path: Path) -> None:
     own = record(tmp_path, "a", 1, pid=os.getpid())
     running = Submissions(tmp_path).newest("a")
     assert (running.is_running, running.outcome(), running.has_ended) == (True, None, False)
@@ -56,18 +56,18 @@ def test_a_run_has_ended_when_it_says_so_or_its_process_is_gone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("job_id", ["", "../a", "a/b", "never"])
-def test_what_was_not_submitted_is_unknown(tmp_path: Path, job_id: str) -> None:
+def test_job_that_was_not_submitted_is_unknown(tmp_path: Path, job_id: str) -> None:
     with pytest.raises(UnknownResourceError, match="you have not submitted job"):
         Submissions(tmp_path).newest(job_id)
 
 
-def test_ids_that_no_job_can_have_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_invalid_job_ids_are_refused_before_anything_is_created(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"job id '\.\./a': expected 1 to 64 characters"):
         Submissions(tmp_path / "jobs").submit("../a", [], coordinator=None, environment={})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_records_of_other_releases_and_half_made_ones_are_passed_over(tmp_path: Path) -> None:
+def test_records_of_other_releases_and_incomplete_ones_are_skipped(tmp_path: Path) -> None:
     record(tmp_path, "a", 1)
     (tmp_path / "a" / "2").mkdir()
     (tmp_path / "a" / "3").mkdir()

@@ -21,7 +21,7 @@ def failure(rank: int, *, message: str = "", started_as: int | None = None) -> W
     )
 
 
-def test_the_cause_comes_first_with_its_traceback_and_what_follows_from_it_in_a_line_each() -> None:
+def test_cause_is_shown_first_with_its_traceback_and_its_consequences_in_a_line_each() -> None:
     text = failure_summary(
         "train.py",
         [failure(2, message="ValueError: a bug"), failure(0, message="OSError: closed\nmore")],
@@ -33,7 +33,7 @@ def test_the_cause_comes_first_with_its_traceback_and_what_follows_from_it_in_a_
     assert "Traceback" not in later
 
 
-def test_failures_that_were_made_up_for_are_distinguished_from_the_cause() -> None:
+def test_excused_failures_are_distinguished_from_the_cause() -> None:
     text = failure_summary("train.py", [failure(1)], [failure(0, started_as=3)])
     assert (
         text.index("First failure")
@@ -49,7 +49,7 @@ def test_one_line_names_rank_host_and_exception() -> None:
     )
 
 
-def test_a_run_that_was_stopped_is_not_called_completed() -> None:
+def test_stopped_run_is_not_called_completed() -> None:
     line = "run {}; recovered from 1 worker failure: rank 1 (pid 77, exit code 1)"
     assert survived_summary([failure(1)], stopped=False) == line.format("completed")
     assert survived_summary([failure(1)], stopped=True) == line.format("stopped")

@@ -35,5 +35,5 @@ STARTED: dict[str, Any] = {
         ({"seconds": PLAIN_AFTER_S}, ""),  # a plain script
     ],
 )
-def test_a_start_names_what_it_waits_for(state: dict[str, Any], expected: str) -> None:
+def test_slow_start_names_what_it_waits_for(state: dict[str, Any], expected: str) -> None:
     assert awaited(**{**STARTED, **state}) == expected

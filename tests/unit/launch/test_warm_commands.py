@@ -52,7 +52,7 @@ def test_a_script_is_forked_if_it_may_import_torch(
         "os.environ |= {'A': '1', 'OMP_NUM_THREADS': '3'}",
     ],
 )
-def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(
+def test_script_that_sets_variables_read_by_torchs_import_starts_fresh(
     script: Path, line: str
 ) -> None:
     verdict = judged(script, f"import os, torch\nfrom os import environ\nif True:\n    {line}")
@@ -70,9 +70,7 @@ def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(
         "SYMPY_DEBUG",
     ],
 )
-def test_variables_that_dependencies_of_torch_and_shoal_read_on_import_count(
-    script: Path, name: str
-) -> None:
+def test_variables_read_on_import_by_dependencies_count(script: Path, name: str) -> None:
     assert (
         f"sets {name}"
         in judged(script, f"import os\nos.environ['{name}'] = 'x'\nimport torch").reason
@@ -80,7 +78,7 @@ def test_variables_that_dependencies_of_torch_and_shoal_read_on_import_count(
 
 
 @pytest.mark.filterwarnings("error")
-def test_warnings_about_a_scripts_syntax_are_left_to_its_workers(script: Path) -> None:
+def test_syntax_warnings_of_a_script_are_left_to_its_workers(script: Path) -> None:
     assert judged(script, "import torch\ntext = '\\d'") == WARM
 
 
@@ -88,12 +86,12 @@ def test_a_script_that_the_parser_cannot_represent_starts_fresh(script: Path) ->
     assert judged(script, "import torch\nx = " + "-" * 200_000 + "1") == FRESH
 
 
-def test_a_pipe_is_left_to_the_worker_to_read(script: Path) -> None:
+def test_pipe_is_left_for_the_worker_to_read(script: Path) -> None:
     os.mkfifo(script)
     assert judge((sys.executable, "-u", str(script)), {}) == FRESH
 
 
-def test_a_script_may_set_what_is_read_later_and_read_anything(script: Path) -> None:
+def test_script_may_set_variables_read_later_and_read_any(script: Path) -> None:
     text = (
         "import os, torch\nos.environ['CUDA_VISIBLE_DEVICES'] = "
         "'0'\nos.environ['OMP_NUM_THREADS']\nos.getenv('TORCH_LOGS')"
@@ -101,13 +99,13 @@ def test_a_script_may_set_what_is_read_later_and_read_anything(script: Path) -> 
     assert judged(script, text) == WARM
 
 
-def test_tools_that_follow_programs_have_fresh_ones(script: Path) -> None:
+def test_workers_start_fresh_under_tools_that_trace_programs(script: Path) -> None:
     assert judged(script, "import torch", COVERAGE_PROCESS_START="rc") == Verdict(
         warm=False, reason="COVERAGE_PROCESS_START is set"
     )
 
 
-def test_other_programs_start_fresh_without_a_word(tmp_path: Path) -> None:
+def test_other_programs_start_fresh_silently(tmp_path: Path) -> None:
     archive = tmp_path / "train.pyz"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("__main__.py", "import torch")
@@ -120,7 +118,7 @@ def test_other_programs_start_fresh_without_a_word(tmp_path: Path) -> None:
         assert judge(command, {}) == FRESH
 
 
-def test_modules_are_read_without_being_imported(
+def test_modules_are_inspected_without_being_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

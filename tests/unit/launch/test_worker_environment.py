@@ -51,19 +51,19 @@ def test_several_workers_get_one_thread_each_unless_set_otherwise() -> None:
     assert "OMP_NUM_THREADS" not in inherited({}, workers=1, local=True)
 
 
-def test_a_cluster_of_the_launchers_own_is_not_shown_credentials_meant_for_another() -> None:
+def test_launchers_own_cluster_does_not_receive_credentials_for_another() -> None:
     given = {"SHOAL_TOKEN": "secret", "SHOAL_TLS_CA": "/ca.pem", "PATH": "/bin"}
     assert not {"SHOAL_TOKEN", "SHOAL_TLS_CA"} & set(inherited(given, workers=1, local=True))
     assert inherited(given, workers=1, local=False)["SHOAL_TOKEN"] == "secret"
 
 
-def test_a_cluster_of_the_launchers_own_is_not_shown_addresses_that_other_machines_reach() -> None:
+def test_launchers_own_cluster_does_not_receive_public_addresses() -> None:
     given = {"SHOAL_LOCAL_ADDR": "eth1", "SHOAL_LISTEN_ADDR": "0.0.0.0"}
     assert not set(given) & set(inherited(given, workers=1, local=True))
     assert given.items() <= inherited(given, workers=1, local=False).items()
 
 
-def test_torch_is_given_the_interface_where_nobody_has_said_another() -> None:
+def test_torch_is_given_the_interface_unless_another_is_set() -> None:
     assert interface_variables({}, "eth1") == {
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",
@@ -74,7 +74,7 @@ def test_torch_is_given_the_interface_where_nobody_has_said_another() -> None:
     assert interface_variables({}, None) == {}
 
 
-def test_each_worker_sees_one_slice_where_the_launcher_sees_several() -> None:
+def test_each_worker_sees_one_of_the_launchers_slices() -> None:
     slices = {"CUDA_VISIBLE_DEVICES": "MIG-aa, MIG-bb"}
     assert [slice_variables(slices, index=index)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == [
         "MIG-aa",

@@ -132,7 +132,7 @@ class BertLike(nn.Module):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", [LlamaLike, BertLike])
-def test_models_of_known_structure_run_in_parts(kind: type[nn.Module], stages: int) -> None:
+def test_models_of_known_structure_run_in_stages(kind: type[nn.Module], stages: int) -> None:
     torch.manual_seed(0)
     model, ids = kind(), torch.randint(0, WORDS, (3, 5))
     found = _through(
@@ -201,7 +201,7 @@ class _HeadRunsFirst(_Base):
         (_HeadRunsFirst, "without calling that module|runs it on this stage"),
     ],
 )
-def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(
+def test_values_reaching_another_stage_by_an_unsupported_path_are_refused(
     kind: type[nn.Module], why: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=why):
@@ -218,7 +218,7 @@ class _Checkpointed(Layer):
         return checkpoint(super().forward, hidden_states, use_reentrant=False)
 
 
-def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_kind() -> None:
+def test_module_of_another_stage_is_queried_once_per_kind_of_input() -> None:
     shapes: list[tuple[int, ...]] = []
 
     class Asked(nn.Embedding):
@@ -243,7 +243,7 @@ def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_ki
 
 @torch.no_grad()
 @pytest.mark.parametrize("compile_layer", [None, "wrapped", "in place"])
-def test_layers_that_take_the_models_input_themselves_are_cut(compile_layer: str | None) -> None:
+def test_layers_that_take_the_models_input_directly_are_split(compile_layer: str | None) -> None:
     """No module runs before the layers, and the input is added to their result."""
 
     class Perceptron(nn.Module):
@@ -270,7 +270,7 @@ def test_layers_that_take_the_models_input_themselves_are_cut(compile_layer: str
     assert torch.equal(_through(model, 4, Call.of(x)), expected)
 
 
-def test_a_layer_of_an_earlier_stage_that_is_used_again_is_refused() -> None:
+def test_layer_of_an_earlier_stage_that_is_reused_is_refused() -> None:
     class Reused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,7 +307,7 @@ def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradie
         torch.testing.assert_close(found[name], p.grad)
 
 
-def test_a_batch_is_cut_into_sizes_that_differ_by_one_and_merged_again() -> None:
+def test_batch_is_split_into_sizes_that_differ_by_one_and_merged_again() -> None:
     inputs = {"x": torch.arange(14).view(7, 2), "flag": True, "scale": torch.tensor(2.0)}
     parts = cut_batch(inputs, torch.arange(7), count=3)
     assert [one.samples for one in parts] == [3, 2, 2]

@@ -31,14 +31,14 @@ def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> 
     )
 
 
-def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
+def test_one_forward_one_backward_holds_as_many_micro_batches_as_remaining_stages() -> None:
     """1F1B keeps as many micro-batches in flight as there are stages from the rank's stage to the
     last one (Narayanan et al., PipeDream-2BW 2021, section 3.2). GPipe keeps all of them."""
     assert [in_flight(_made("1f1b"), rank) for rank in range(RANKS)] == [4, 3, 2, 1]
     assert [in_flight(_made("gpipe"), rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
 
 
-def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
+def test_micro_batches_in_flight_with_two_stages_per_rank_match_the_formulas() -> None:
     """Schedules with two stages per rank keep the published numbers of activations in flight. These
     are half as large as with one stage per rank.
 
@@ -57,13 +57,13 @@ def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_bubble_is_p_less_one_over_m_and_p_less_one(name: str) -> None:
+def test_bubble_is_p_minus_1_over_m_plus_p_minus_1(name: str) -> None:
     """The bubble of GPipe and 1F1B is (p - 1) / (m + p - 1) (Huang et al., GPipe 2019, section
     2.3)."""
     assert bubble(_made(name), 1, 1, 1) == pytest.approx((RANKS - 1) / (MICRO_BATCHES + RANKS - 1))
 
 
-def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it() -> None:
+def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_remove_it() -> None:
     plain = bubble(_made("1f1b"), 2, 2, 2)  # stages that are twice as large
     stages = 2
     assert bubble(_made("interleaved_1f1b")) == pytest.approx(
@@ -78,7 +78,7 @@ def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it
 
 @pytest.mark.parametrize("name", schedule_names())
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 3), (4, 5), (4, 1), (3, 7)])
-def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(
+def test_any_number_of_micro_batches_runs_without_deadlock(
     name: str, ranks: int, micro_batches: int
 ) -> None:
     """The two ranks of each pair transfer the same things in the same order, and every wait
@@ -105,7 +105,7 @@ def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlo
     assert bubble(schedule) < 1
 
 
-def test_schedules_are_known_by_torchs_names_too_and_others_are_refused() -> None:
+def test_schedules_are_also_known_by_torchs_names_and_others_are_refused() -> None:
     assert schedule_kind("ScheduleZBVZeroBubble").name == "zbv"
     assert schedule_kind("Interleaved1F1B").name == "interleaved_1f1b"
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_schedules_are_known_by_torchs_names_too_and_others_are_refused() -> Non
         training_schedule("zbv", ranks=2, stages_per_rank=3, micro_batches=4)
 
 
-def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_first() -> None:
+def test_stages_are_placed_round_robin_or_in_a_v_and_forward_passes_are_breadth_first() -> None:
     assert stage_ranks(schedule_kind("interleaved_1f1b"), 2, 2) == (0, 1, 0, 1)
     assert stage_ranks(schedule_kind("zbv"), 2, 2) == (0, 1, 1, 0)
     forward = forward_schedule((0, 1, 1, 0), 2)

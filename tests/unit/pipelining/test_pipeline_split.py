@@ -15,7 +15,7 @@ from torch import nn
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8), data=st.data())
-def test_stage_boundaries_are_the_best_of_all(sizes: list[int], data: st.DataObject) -> None:
+def test_stage_boundaries_are_optimal(sizes: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(sizes)))
 
     def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def test_a_split_prints_stages_modules_parameters_and_bytes() -> None:
     ]
 
 
-def test_named_cut_points_are_followed_and_checked() -> None:
+def test_named_split_points_are_used_and_checked() -> None:
     split = split_model(_mlp(), 3, cut_points=["1.0", "2"])
     assert [stage.modules for stage in split.stages] == [("0.0", "0.1"), ("1.0", "1.1"), ("2",)]
     with pytest.raises(ConfigurationError, match="3 stages need 2 cut points"):
@@ -84,7 +84,7 @@ class _Tree(nn.Module):
         return self.out(torch.cat([self.left(x), self.right(x)], 1))
 
 
-def test_a_model_that_cannot_be_cut_gets_one_error_that_says_what_to_provide() -> None:
+def test_unsplittable_model_gets_one_error_that_names_what_to_provide() -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"_Tree has no structure .* nn.Sequential, .* nn.ModuleList, .* pipeline_blocks\(\)",
@@ -110,7 +110,7 @@ def test_a_model_may_offer_its_blocks() -> None:
         split_model(_Offers(complete=False), 1)
 
 
-def test_tied_weights_are_shared_by_their_stages_and_batch_norms_may_not_be() -> None:
+def test_tied_weights_are_shared_by_their_stages_and_tied_batch_norms_are_refused() -> None:
     model = _mlp()
     model[1][0].weight = model[0][0].weight
     split = split_model(model, 2, cut_points=["1.0"])

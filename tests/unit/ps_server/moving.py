@@ -68,7 +68,7 @@ def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
     )
 
 
-class GiverWithoutNetwork(TransferSource):
+class SourceWithoutNetwork(TransferSource):
     """Hands partitions over by calling `transfer`, which a test sets."""
 
     transfer: Callable[[MoveOrder, Callable[[], None]], Awaitable[str]] | None = None
@@ -100,7 +100,7 @@ class Moved:
             layout_of=self.layouts.at_least,
             agree=self._agree,
         )
-        self.giver = GiverWithoutNetwork(
+        self.giver = SourceWithoutNetwork(
             shard=server.shard,
             moves=server.moves,
             changes=server.changes,
@@ -118,10 +118,10 @@ class Moved:
 
     async def hand_over(self, receiver: Moved, order: MoveOrder = ORDER) -> None:
         """Hands partitions over as `give` does, but without a network."""
-        self.gives_to(receiver)
+        self.sends_to(receiver)
         assert await self.giver.give(order) == "receiver"
 
-    def gives_to(self, receiver: Moved) -> None:
+    def sends_to(self, receiver: Moved) -> None:
         """Directs all later moves to `receiver`."""
 
         async def transfer(order: MoveOrder, progress: Callable[[], None]) -> str:

@@ -20,19 +20,19 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_LOCAL_ADDR", raising=False)
 
 
-def test_it_is_where_the_server_listens() -> None:
+def test_default_advertised_address_is_the_listening_one() -> None:
     assert advertised(parse_command_line((*BASE, "--listen", "[::1]:0"))) == (
         "[::1]:7",
         "127.0.0.1:8",
     )
 
 
-def test_on_all_addresses_it_is_a_usable_name_or_the_address_that_reaches_the_coordinator() -> None:
+def test_server_on_all_addresses_advertises_a_usable_name_or_its_route_to_the_coordinator() -> None:
     host = name_for_others() or "127.0.0.1"
     assert advertised(parse_command_line(EVERYWHERE)) == (f"{host}:7", f"{host}:8")
 
 
-def test_what_is_advertised_may_be_a_name_that_only_others_know_or_an_interface() -> None:
+def test_advertised_address_may_be_an_interface_or_a_name_known_only_to_others() -> None:
     assert advertised(parse_command_line((*EVERYWHERE, "--advertise", "servers.example"))) == (
         "servers.example:7",
         "servers.example:8",
@@ -43,7 +43,7 @@ def test_what_is_advertised_may_be_a_name_that_only_others_know_or_an_interface(
     )
 
 
-def test_the_machines_variable_holds_where_the_server_listens_on_all_addresses(
+def test_machines_variable_applies_to_a_server_on_all_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_LOCAL_ADDR", "203.0.113.7")

@@ -18,7 +18,7 @@ from shoal_ps_server.storage.image import Members
 from tests.unit.ps_server.journaled import opened
 
 
-def test_batches_in_a_row_grow_together_whoever_has_finished_them() -> None:
+def test_consecutive_batches_merge_whoever_has_finished_them() -> None:
     batches = Batches()
     keys = list(range(1000, 1100))
     random.Random(1).shuffle(keys)
@@ -42,7 +42,7 @@ def test_runs_of_batches_of_two_servers_become_one() -> None:
     assert sorted(batches.runs()) == [(1, 3), (4, 6), (10, 26), (30, 50), (60, 61)]
 
 
-def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
+def test_oldest_runs_of_batches_are_forgotten(monkeypatch) -> None:
     monkeypatch.setattr("shoal_ps_server.shard.finished_batches.MOST_RUNS", 3)
     batches = Batches()
     batches.add([10, 20, 30, 40, 41])
@@ -50,7 +50,7 @@ def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
     assert all(key in batches for key in (20, 30, 40, 41))
 
 
-def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None:
+def test_batch_pushed_by_another_member_is_acknowledged_and_not_applied(make) -> None:
     """A batch that a dead member has pushed is acknowledged again but not applied, even if that
     member alternated between two loaders."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
@@ -81,7 +81,7 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
     assert [shard.version(number) for number in (0, 1)] == [1 + len(keys)] * 2
 
 
-def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
+def test_refused_or_incomplete_batch_is_not_mistaken_for_finished(make) -> None:
     """A batch that member a pushed to one partition but not to the other counts as pushed only for
     the first partition. The next member that gets the batch pushes the missing part."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
@@ -101,7 +101,7 @@ def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(ma
     assert image.left == [8]
 
 
-def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:
+def test_finished_batches_are_the_same_after_a_recovery(make, tmp_path: Path) -> None:
     """Each batch is applied once, although members die, their batches are dealt again, and the
     server is snapshotted and killed."""
     specs = [make.spec(number, tensor=f"t{number}") for number in range(3)]

@@ -188,7 +188,7 @@ def payload() -> bytes:
     )
 
 
-def test_an_upload_that_stalls_is_reported_and_cut_off_and_its_memory_is_free_again(
+def test_stalled_upload_is_reported_and_cut_off_and_its_memory_is_released(
     serving,
 ) -> None:
     async def scenario() -> None:
@@ -213,7 +213,7 @@ def test_an_upload_that_stalls_is_reported_and_cut_off_and_its_memory_is_free_ag
     asyncio.run(scenario())
 
 
-def test_half_a_head_is_not_waited_on_for_ever_and_an_idle_connection_is(serving) -> None:
+def test_partial_head_times_out_and_an_idle_connection_does_not(serving) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving(idle=timedelta(milliseconds=100)) as made:
@@ -227,7 +227,7 @@ def test_half_a_head_is_not_waited_on_for_ever_and_an_idle_connection_is(serving
     asyncio.run(scenario())
 
 
-def test_who_pulls_and_does_not_read_is_cut_off(serving) -> None:
+def test_client_that_pulls_without_reading_is_cut_off(serving) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving(idle=timedelta(milliseconds=100)) as made:
@@ -241,7 +241,7 @@ def test_who_pulls_and_does_not_read_is_cut_off(serving) -> None:
     asyncio.run(scenario())
 
 
-def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> None:
+def test_client_that_pulls_into_shared_memory_without_freeing_pieces_is_cut_off(serving) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving(idle=timedelta(milliseconds=100)) as made:
@@ -265,7 +265,7 @@ def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> 
     asyncio.run(scenario())
 
 
-def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_behind_it(
+def test_pull_aborted_in_the_middle_of_a_frame_ends_with_its_error(
     serving, make, monkeypatch
 ) -> None:
     async def scenario() -> None:
@@ -310,7 +310,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
     asyncio.run(scenario())
 
 
-def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None:
+def test_silent_stranger_does_no_harm(serving, monkeypatch) -> None:
     monkeypatch.setattr(
         "shoal_ps_server.service.bulk.server._GREETING_LIMIT", timedelta(milliseconds=100)
     )
@@ -330,7 +330,7 @@ def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None
     asyncio.run(scenario())
 
 
-def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_their_own_places(
+def test_additional_stranger_replaces_the_oldest_and_local_peers_have_their_own_places(
     serving,
 ) -> None:
     async def scenario() -> None:
@@ -366,7 +366,7 @@ def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_th
     asyncio.run(scenario())
 
 
-def test_handshakes_of_strangers_are_not_the_event_loops_work(
+def test_handshakes_of_strangers_do_not_run_on_the_event_loop(
     serving, tmp_path, monkeypatch
 ) -> None:
     """TLS handshakes run outside of the event loop, and a client that never finishes its handshake
@@ -415,7 +415,7 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
 @pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
-def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
+def test_peer_that_disconnects_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
     """The server notices that a peer has closed its connection while the peer's stream is waiting
     for another member under bsp. With gRPC, the call is cancelled in this case."""
 
@@ -460,7 +460,7 @@ def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, 
     asyncio.run(scenario())
 
 
-def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving) -> None:
+def test_stopping_server_lets_a_stream_end_and_cuts_idle_connections(serving) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
@@ -482,7 +482,7 @@ def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_who_connects_in_the_moment_in_which_the_server_stops_is_hung_up_on(serving, turns) -> None:
+def test_client_that_connects_during_shutdown_is_disconnected(serving, turns) -> None:
     """A client that connects while the server stops is disconnected instead of being accepted and
     forgotten. The server stops `turns` iterations of the event loop after the connection."""
 
@@ -526,7 +526,7 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
     asyncio.run(scenario())
 
 
-def test_frames_without_end_leave_others_their_turn(serving) -> None:
+def test_endless_frames_do_not_starve_other_connections(serving) -> None:
     async def scenario() -> None:
         async with serving() as serve:
             connected = await serve.connect()

@@ -24,7 +24,7 @@ def ssp(bound: int) -> Consistency:
     return Consistency(mode=ConsistencyMode.SSP, bound=bound)
 
 
-def test_asp_holds_nobody_up() -> None:
+def test_asp_delays_nobody() -> None:
     clocks = Clocks()
     clocks.follow(["fast", "slow"])
     clocks.report("fast", 0)
@@ -32,7 +32,7 @@ def test_asp_holds_nobody_up() -> None:
     assert clocks.may_proceed("fast", ASP)
 
 
-def test_ssp_holds_up_who_is_more_than_the_bound_ahead() -> None:
+def test_ssp_holds_members_ahead_by_more_than_the_bound() -> None:
     clocks = Clocks()
     clocks.follow(["fast", "slow"])
     for member in ("fast", "slow"):
@@ -52,7 +52,7 @@ def test_a_silent_member_counts_from_the_start() -> None:
     assert not clocks.may_proceed("fast", ssp(0))
 
 
-def test_a_joiner_starts_where_the_slowest_is_however_it_counts() -> None:
+def test_joiner_starts_at_the_slowest_clock_however_it_counts() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.report("a", 0)
@@ -69,7 +69,7 @@ def test_a_joiner_starts_where_the_slowest_is_however_it_counts() -> None:
     assert clocks.lead("resumed") == 3
 
 
-def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
+def test_reassigned_member_takes_part_once_it_has_read() -> None:
     """A member that was placed at a new clock takes part once it has read. Until then, other
     servers may still place it, so its clock does not determine the place of other members."""
     clocks = Clocks()
@@ -82,7 +82,7 @@ def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
     assert clocks.members["a"].takes_part
 
 
-def test_a_member_that_leaves_stops_counting() -> None:
+def test_departed_member_stops_counting() -> None:
     clocks = Clocks()
     clocks.follow(["fast", "slow"])
     clocks.report("fast", 0)
@@ -92,7 +92,7 @@ def test_a_member_that_leaves_stops_counting() -> None:
     assert (clocks.slowest, clocks.may_proceed("fast", ssp(3))) == (9, True)
 
 
-def test_a_repeated_report_does_not_turn_a_clock_back() -> None:
+def test_repeated_report_does_not_move_a_clock_back() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     for finished in (0, 4, 2, 4):
@@ -100,7 +100,7 @@ def test_a_repeated_report_does_not_turn_a_clock_back() -> None:
     assert clocks.slowest == 4
 
 
-def test_the_largest_report_frees_all_others_for_good() -> None:
+def test_largest_report_frees_all_others_permanently() -> None:
     clocks = Clocks()
     clocks.follow(["done", "a"])
     clocks.report("done", 0)
@@ -110,7 +110,7 @@ def test_the_largest_report_frees_all_others_for_good() -> None:
     assert (clocks.slowest, clocks.may_proceed("a", ssp(0))) == (7, True)
 
 
-def test_when_all_have_left_a_joiner_starts_where_the_slowest_was() -> None:
+def test_joiner_of_an_emptied_job_starts_at_the_last_slowest_clock() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.report("a", 0)
@@ -120,7 +120,7 @@ def test_when_all_have_left_a_joiner_starts_where_the_slowest_was() -> None:
     assert clocks.members["joiner"].clock == 7
 
 
-def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_others_are() -> None:
+def test_resting_member_is_not_awaited_and_returns_at_the_clock_of_the_others() -> None:
     clocks = Clocks()
     clocks.follow(["resting", "a"])
     for member in ("resting", "a"):
@@ -134,9 +134,7 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_others
     assert not clocks.may_proceed("a", ssp(0))
 
 
-def test_numbers_that_are_too_large_are_neither_an_error_nor_a_leave_of_readers_or_pushers() -> (
-    None
-):
+def test_too_large_numbers_are_no_error_and_mark_no_member_as_resting() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])
     clocks.has_read("a", 2**63 - 1)
@@ -144,7 +142,7 @@ def test_numbers_that_are_too_large_are_neither_an_error_nor_a_leave_of_readers_
     assert not any(each.rests for each in clocks.members.values())
 
 
-def test_bsp_lets_a_push_in_when_all_have_read_what_it_would_change() -> None:
+def test_bsp_admits_a_push_once_all_have_read_what_it_would_change() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):
@@ -156,16 +154,14 @@ def test_bsp_lets_a_push_in_when_all_have_read_what_it_would_change() -> None:
     assert not clocks.awaited(iteration)
 
 
-def test_under_bsp_who_pushes_has_read_before() -> None:
+def test_bsp_member_that_pushes_counts_as_having_read() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])
     first, second = clocks.arrive("a", 1001), clocks.arrive("b", 1)
     assert (first, second, clocks.awaited(first)) == (1, 1, [])
 
 
-def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> (
-    None
-):
+def test_bsp_second_push_of_an_iteration_finished_here_belongs_to_the_next() -> None:
     """Under bsp, the second push of a member in an iteration that this server has finished counts
     for the next iteration. This happens when another server has refused the first push."""
     clocks = Clocks()
@@ -177,9 +173,7 @@ def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_t
     assert clocks.awaited(2) == ["b"]
 
 
-def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then_waited_for() -> (
-    None
-):
+def test_bsp_joiner_starts_behind_the_open_iteration_and_is_then_awaited() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):
@@ -196,9 +190,7 @@ def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then
     assert clocks.awaited(clocks.arrive("a", 2)) == ["joiner"]
 
 
-def test_a_member_is_placed_by_the_servers_count_when_it_asks_for_it_and_never_further_back() -> (
-    None
-):
+def test_member_is_placed_by_the_servers_count_on_request_and_never_further_back() -> None:
     clocks = Clocks()
     clocks.follow(["a", "b"])
     clocks.report("a", 100)
@@ -210,7 +202,7 @@ def test_a_member_is_placed_by_the_servers_count_when_it_asks_for_it_and_never_f
     assert clocks.members["a"].clock == 4
 
 
-def test_an_emptied_job_goes_on_where_it_was() -> None:
+def test_emptied_job_continues_where_it_was() -> None:
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.report("a", 0)
@@ -287,7 +279,7 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.iterations)
     @invariant()
-    def somebody_can_always_go_on(self) -> None:
+    def some_member_can_always_continue(self) -> None:
         assert any(self.clocks.may_proceed(member, self.consistency) for member in self.iterations)
 
     @invariant()
@@ -391,7 +383,7 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.finished)
     @invariant()
-    def somebody_can_always_go_on(self) -> None:
+    def some_member_can_always_continue(self) -> None:
         awake = [member for member in self.finished if not self.clocks.members[member].rests]
         free = [
             m

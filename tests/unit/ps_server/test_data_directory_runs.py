@@ -25,7 +25,7 @@ def contents(directory: Path) -> list[str]:
     ]
 
 
-def test_a_new_directory_is_of_no_run_and_keeps_the_one_that_is_noted(tmp_path: Path) -> None:
+def test_new_directory_belongs_to_no_run_and_keeps_the_recorded_one(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
         assert data.run is None
     fill(tmp_path, "opened, and of no run yet")
@@ -36,13 +36,13 @@ def test_a_new_directory_is_of_no_run_and_keeps_the_one_that_is_noted(tmp_path: 
         assert data.run == FIRST
 
 
-def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> None:
+def test_data_left_by_an_older_release_belongs_to_the_first_run(tmp_path: Path) -> None:
     fill(tmp_path, "old")
     with DataDirectory(tmp_path) as data:
         assert data.run == Run(number=1)
 
 
-def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path) -> None:
+def test_data_set_aside_is_complete_and_the_newest_four_are_kept(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
         for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):
             # Redis may have lost the job and restarted its counter
@@ -63,7 +63,7 @@ def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path)
         assert data.run is None
 
 
-def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) -> None:
+def test_runs_without_stored_data_displace_none_of_the_kept_ones(tmp_path: Path) -> None:
     """Runs that stored nothing do not displace the kept data of other runs. Such runs occur when a
     container restarts repeatedly and fails before it trains."""
     with DataDirectory(tmp_path) as data:
@@ -82,7 +82,7 @@ def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2, 3, 4])
-def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
+def test_kill_while_data_is_set_aside_is_repaired_by_the_next_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     with DataDirectory(tmp_path) as data:
@@ -110,7 +110,7 @@ def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
     assert (tmp_path / "run-1" / "run").read_text() == "1:10\n"
 
 
-def test_a_file_run_that_says_no_run_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_invalid_run_file_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("three\n")
     with pytest.raises(ConfigurationError, match=r"run='three': expected NUMBER:MILLISECONDS"):
         DataDirectory(tmp_path)

@@ -41,7 +41,7 @@ def settings(name: str = "sgd", **hyperparameters: float) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_gradient_of_older_values_is_compensated_for_how_far_they_have_moved(make, dtype) -> None:
+def test_gradient_of_older_values_is_compensated_for_their_movement(make, dtype) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3), dtype=str(dtype).removeprefix("torch."))
     start = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=dtype)
     shard = make.shard(spec, optimizer=settings(), values=start)
@@ -62,7 +62,7 @@ def test_a_gradient_of_older_values_is_compensated_for_how_far_they_have_moved(m
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "rowwise_adagrad"])
-def test_a_push_without_delay_is_applied_bit_for_bit_as_it_came(make, name) -> None:
+def test_push_without_delay_is_applied_bit_for_bit(make, name) -> None:
     plain = make.shard(
         optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.25}),
         values=torch.arange(6.0),
@@ -79,7 +79,7 @@ def test_a_push_without_delay_is_applied_bit_for_bit_as_it_came(make, name) -> N
     assert torch.equal(make.values(shard), make.values(plain))
 
 
-def test_a_push_whose_base_is_not_known_is_applied_as_it_came(make) -> None:
+def test_push_with_an_unknown_base_is_applied_uncompensated(make) -> None:
     """A push is applied without compensation if its member never pulled under its own id, or if the
     push names another version than the last one that the member pulled."""
     shard = make.shard(optimizer=settings())
@@ -111,7 +111,7 @@ def test_copies_are_shared_counted_and_dropped(make) -> None:
     assert shard.summary().stored_bytes == 24
 
 
-def test_nothing_is_kept_where_it_is_off(make) -> None:
+def test_nothing_is_kept_when_compensation_is_off(make) -> None:
     shard = make.shard()
     shard.note_pull(0, "a")
     shard.push(make.upload(torch.ones(6), member="b"))
@@ -120,7 +120,7 @@ def test_nothing_is_kept_where_it_is_off(make) -> None:
     assert not image.base_values
 
 
-def test_compressed_gradients_are_compensated_as_decoded(make) -> None:
+def test_compressed_gradients_are_compensated_after_decoding(make) -> None:
     spec = make.spec()
     shard = make.shard(spec, optimizer=settings())
     for member in "ab":
@@ -144,7 +144,7 @@ def test_compressed_gradients_are_compensated_as_decoded(make) -> None:
     assert make.values(shard).tolist() == [-0.25 - 0.25 * (3 + STRENGTH * 9 * -0.25)] * 6
 
 
-def test_where_a_compensated_gradient_would_leave_all_bounds_it_is_applied_as_it_came(make) -> None:
+def test_overflowing_compensation_is_applied_uncompensated(make) -> None:
     shard = make.shard(optimizer=settings())
     for member in "ab":
         shard.note_pull(0, member)
@@ -153,7 +153,7 @@ def test_where_a_compensated_gradient_would_leave_all_bounds_it_is_applied_as_it
     torch.testing.assert_close(make.values(shard), torch.full((6,), -0.5e15))
 
 
-def test_it_is_not_for_maximize_and_not_below_zero() -> None:
+def test_maximize_and_negative_compensation_are_refused() -> None:
     for wrong in (
         {"hyperparameters": {"maximize": 1.0}, "delay_compensation": 0.1},
         {
@@ -173,7 +173,7 @@ def test_it_is_not_for_maximize_and_not_below_zero() -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
-def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
+def test_crash_between_any_two_records_leaves_bitwise_the_same_values(
     make, tmp_path, seed, monkeypatch
 ) -> None:
     """Recovery after any record gives the same bits, for members that push and pull in random
@@ -284,7 +284,7 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
     assert len(seen) > 10
 
 
-def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_they_pulled(
+def test_members_are_compensated_after_a_restart_for_pulls_known_to_the_snapshot(
     make, tmp_path
 ) -> None:
     async def test() -> None:
@@ -311,7 +311,7 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
     run(test())
 
 
-def test_a_gradient_from_before_a_move_is_applied_as_it_came_and_the_next_is_compensated(
+def test_gradient_from_before_a_move_is_not_compensated_but_the_next_is(
     make,
 ) -> None:
     giver = make.shard(make.spec(0), values=torch.zeros(6), optimizer=settings())
@@ -331,7 +331,7 @@ def test_a_gradient_from_before_a_move_is_applied_as_it_came_and_the_next_is_com
     assert make.values(receiver).tolist() == [-0.75 - 0.25 * (1 + STRENGTH * -0.25)] * 6
 
 
-def test_after_a_crash_nothing_is_kept_for_members_that_had_been_evicted(make, tmp_path) -> None:
+def test_nothing_is_kept_for_evicted_members_after_a_crash(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             server.members = Members(generation=1, members=frozenset("ab"))
@@ -350,7 +350,7 @@ def test_after_a_crash_nothing_is_kept_for_members_that_had_been_evicted(make, t
     assert (image.version, dict(image.pulled), dict(image.base_values)) == (3, {}, {})
 
 
-def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
+def test_pull_that_outlives_its_member_keeps_nothing(make) -> None:
     specs = (make.spec(0), make.spec(1))
     shard = make.shard(*specs, optimizer=settings())
     membership = Membership(fence=Fence(), clocks=Clocks())

@@ -27,7 +27,7 @@ def test_an_evicted_member_is_refused_in_every_generation_it_knows() -> None:
             fence.check("b", generation)
 
 
-def test_a_member_that_is_back_cannot_send_what_it_began_before() -> None:
+def test_readmitted_member_cannot_send_what_it_began_before() -> None:
     fence = Fence()
     for generation, members in ((1, "ab"), (2, "a"), (3, "ab")):
         fence.learn(generation, members)
@@ -36,7 +36,7 @@ def test_a_member_that_is_back_cannot_send_what_it_began_before() -> None:
     assert fence.check("b", 3) is Verdict.ADMITTED
 
 
-def test_a_generation_that_is_news_here_is_neither_admitted_nor_refused() -> None:
+def test_unknown_generation_is_neither_admitted_nor_refused() -> None:
     fence = Fence()
     assert fence.check("a", 0) is Verdict.UNHEARD_OF
     fence.learn(1, ["a"])
@@ -44,14 +44,14 @@ def test_a_generation_that_is_news_here_is_neither_admitted_nor_refused() -> Non
     assert fence.check("a", 99) is Verdict.UNHEARD_OF
 
 
-def test_old_news_changes_nothing() -> None:
+def test_outdated_news_changes_nothing() -> None:
     fence = Fence()
     fence.learn(3, ["a"])
     assert fence.learn(2, ["b"]) == Change()
     assert (fence.generation, fence.members) == (3, frozenset("a"))
 
 
-def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
+def test_members_that_departed_first_are_forgotten_first(monkeypatch) -> None:
     monkeypatch.setattr(fence_module, "REMEMBERED", 2)
     fence = Fence()
     fence.learn(1, "abcd")
@@ -61,7 +61,7 @@ def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
     assert fence.evicted == {"b": 4, "c": 4}
 
 
-def test_members_that_another_server_knows_to_have_been_evicted_are_fenced_off_here() -> None:
+def test_members_known_to_another_server_as_evicted_are_fenced_off_here() -> None:
     fence = Fence.restored(generation=5, members="ab", evicted={"b": 4, "x": 5})
     fence.remember(
         Fence.restored(generation=4, members="abc", evicted={"b": 2, "y": 3, "x": 1, "a": 3})
@@ -75,9 +75,7 @@ def test_members_that_another_server_knows_to_have_been_evicted_are_fenced_off_h
     st.sampled_from("abcd"),
     st.integers(0, 14),
 )
-def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(
-    history, member, spoken
-) -> None:
+def test_admitted_caller_has_been_a_member_since_its_generation(history, member, spoken) -> None:
     fence = Fence()
     for number, members in enumerate(history, start=1):
         fence.learn(number, members)

@@ -80,7 +80,7 @@ def chunks(member: str) -> list[bytes]:
     return [encode_push_chunk((header, payload[:8])), encode_push_chunk((None, payload[8:]))]
 
 
-def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -> None:
+def test_silent_stream_is_ended_and_its_place_released(made) -> None:
     async def scenario() -> None:
         intake, shard = made(timedelta(milliseconds=50), staging=Staging(nbytes=24))
 
@@ -104,7 +104,7 @@ def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -
     asyncio.run(scenario())
 
 
-def test_a_deadline_that_is_not_the_streams_is_reported_as_what_it_is(made) -> None:
+def test_deadline_other_than_the_streams_is_reported_unchanged(made) -> None:
     async def scenario() -> None:
         intake, _ = made(refusal=DeadlineError("GetShardMap took too long"))
 
@@ -148,7 +148,7 @@ def test_a_stream_waits_when_too_much_is_being_received(made) -> None:
     asyncio.run(scenario())
 
 
-def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
+def test_stalled_member_occupies_only_its_own_share(made) -> None:
     """A member with 64 stalled streams uses only its own share of the memory, and another member's
     push succeeds."""
 
@@ -184,7 +184,7 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
     asyncio.run(scenario())
 
 
-def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_needs(made) -> None:
+def test_two_bsp_pushes_that_wait_for_each_other_succeed_with_memory_for_one(made) -> None:
     """Two pushes that wait for each other under bsp both succeed, although there is memory for only
     one."""
 
@@ -204,7 +204,7 @@ def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_need
     asyncio.run(scenario())
 
 
-def test_a_push_that_is_known_waits_for_nobody(made) -> None:
+def test_known_push_does_not_wait(made) -> None:
     """Under bsp, a repeated push is acknowledged without waiting for other members to read the
     values."""
 

@@ -36,9 +36,7 @@ from tests.unit.ps_server.journaled import (
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
-def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
-    make, tmp_path, fsync
-) -> None:
+def test_acknowledged_changes_are_bitwise_present_after_a_crash(make, tmp_path, fsync) -> None:
     """Acknowledged pushes of two members and changes to the learning rate are bitwise restored
     after a crash."""
 
@@ -82,9 +80,7 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
     run(test())
 
 
-def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(
-    make, tmp_path
-) -> None:
+def test_acknowledged_factors_are_multiplied_to_the_same_bits_after_a_crash(make, tmp_path) -> None:
     """Acknowledged powersgd pushes, which are journaled as received, are bitwise restored after a
     crash, even if a piece was absent."""
     weight = PartitionSpec(
@@ -125,7 +121,7 @@ def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
-def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one_that_was_written(
+def test_crash_at_any_byte_keeps_earlier_changes_and_nothing_of_the_interrupted_one(
     make, tmp_path, every: int
 ) -> None:
     data = tmp_path / "data"
@@ -168,9 +164,7 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
             assert found[0].version == 1
 
 
-def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
-    make, tmp_path
-) -> None:
+def test_file_written_over_an_older_one_ends_with_its_own_records(make, tmp_path) -> None:
     """A reused journal file ends with its own last record after a crash at any byte. The complete
     records after it belong to the older file."""
     data = tmp_path / "data"
@@ -211,7 +205,7 @@ def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
         assert same(recovered(data), states[0][1]), cut
 
 
-def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) -> None:
+def test_server_continues_after_a_torn_end_and_recovers_again(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -233,9 +227,7 @@ def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) 
     run(test())
 
 
-def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(
-    make, tmp_path, monkeypatch
-) -> None:
+def test_recovered_changes_are_on_disk_before_new_ones_follow(make, tmp_path, monkeypatch) -> None:
     """Recovery syncs the journal before the server continues, because the killed process may have
     written records without syncing them."""
     data = tmp_path / "data"
@@ -253,7 +245,7 @@ def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(
     run(test())
 
 
-def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tmp_path) -> None:
+def test_damage_to_acknowledged_changes_prevents_the_start(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -277,7 +269,7 @@ def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tm
         assert caught.value.reason == "JOURNAL_CORRUPT"
 
 
-def test_a_missing_file_of_the_journal_keeps_the_server_from_starting(make, tmp_path) -> None:
+def test_missing_journal_file_prevents_the_start(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -300,7 +292,7 @@ def test_a_missing_file_of_the_journal_keeps_the_server_from_starting(make, tmp_
     assert recovered(data)[0].version == 4
 
 
-def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
+def test_journal_of_another_server_is_refused(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
@@ -313,9 +305,7 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
     assert caught.value.reason == "JOURNAL_FOREIGN"
 
 
-def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
-    make, tmp_path
-) -> None:
+def test_snapshot_replaces_the_journal_including_concurrent_pushes(make, tmp_path) -> None:
     """A snapshot and the pushes made while it is written are restored. Pushes in the new journal
     file that a copied partition already includes are not applied twice."""
     data = tmp_path / "data"
@@ -360,7 +350,7 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
     run(test())
 
 
-def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_path) -> None:
+def test_distances_between_members_survive_a_crash(make, tmp_path) -> None:
     """After a crash, members are as far apart as before, so ssp's bound holds. A member's last push
     counts only once the member reports it."""
 
@@ -398,9 +388,7 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
     run(test())
 
 
-def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
-    make, tmp_path
-) -> None:
+def test_open_bsp_iteration_and_resting_members_survive_a_crash(make, tmp_path) -> None:
     """After a crash, the server knows the open iteration of bsp and the members at rest. A joiner
     therefore begins after that iteration, and no member waits for one at rest."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
@@ -437,7 +425,7 @@ def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
     run(test())
 
 
-def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it_is_on_disk(
+def test_push_sent_twice_at_once_is_applied_once_and_both_are_answered_once_it_is_on_disk(
     make, tmp_path
 ) -> None:
     async def test() -> None:
@@ -453,9 +441,7 @@ def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it
     run(test())
 
 
-def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(
-    make, tmp_path
-) -> None:
+def test_trial_update_waits_for_those_in_progress(make, tmp_path) -> None:
     """An update that must be tried waits for earlier updates. If it would become infinite, it is
     refused and not journaled."""
     data = tmp_path / "data"
@@ -484,7 +470,7 @@ def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(
     run(test())
 
 
-def test_a_push_that_is_wrong_is_not_written(make, tmp_path) -> None:
+def test_invalid_push_is_not_written(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -499,7 +485,7 @@ def test_a_push_that_is_wrong_is_not_written(make, tmp_path) -> None:
     run(test())
 
 
-def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeypatch) -> None:
+def test_optimizer_that_fails_halfway_leaves_no_partial_state(make, monkeypatch) -> None:
     shard = make.shard(optimizer=optimizer_settings(name="adamw", hyperparameters=ADAMW))
     real, calls = torch.zeros_like, []
 
@@ -522,9 +508,7 @@ def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeyp
     assert torch.equal(make.values(shard), make.values(other))
 
 
-def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_too(
-    make, tmp_path
-) -> None:
+def test_settings_acknowledged_before_the_shard_map_are_recovered_too(make, tmp_path) -> None:
     data = tmp_path / "data"
     adamw = optimizer_settings(name="adamw", hyperparameters=ADAMW)
 
@@ -545,7 +529,7 @@ def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_t
     run(test())
 
 
-def test_a_member_that_was_forgotten_is_forgotten_after_a_recovery_too(make, tmp_path) -> None:
+def test_forgotten_member_stays_forgotten_after_a_recovery(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
@@ -562,9 +546,7 @@ def test_a_member_that_was_forgotten_is_forgotten_after_a_recovery_too(make, tmp
     run(test())
 
 
-def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn_beginning(
-    make, tmp_path
-) -> None:
+def test_damage_to_the_first_record_after_a_snapshot_is_not_a_torn_start(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -580,7 +562,7 @@ def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn
         recovered(data)
 
 
-def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
+def test_record_within_a_payload_is_not_a_record(make, tmp_path) -> None:
     """Recovery does not mistake bytes in a payload for a record, even if they come from another
     journal and the journal's end is torn."""
     data, other = tmp_path / "data", tmp_path / "other"

@@ -29,9 +29,7 @@ from tests.unit.ps_server.journaled import (
 )
 
 
-def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(
-    make, tmp_path
-) -> None:
+def test_full_disk_refuses_pushes_without_a_change_until_there_is_room(make, tmp_path) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -101,7 +99,7 @@ def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, 
     assert recovered.batches_refused == 50
 
 
-def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
+def test_refused_change_is_not_recovered_although_the_disk_has_it(
     make, tmp_path, monkeypatch
 ) -> None:
     """A push whose sync failed is not restored, although the disk has it, and the process is killed
@@ -132,9 +130,7 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
     run(test())
 
 
-def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
-    make, tmp_path, monkeypatch
-) -> None:
+def test_disk_with_room_for_part_of_a_group_takes_none_of_it(make, tmp_path, monkeypatch) -> None:
     """A disk with room for only some of the changes that are written together refuses all of them,
     even after a kill and without room for a new file."""
     data = tmp_path / "data"
@@ -192,9 +188,7 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
     run(test())
 
 
-def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(
-    make, tmp_path
-) -> None:
+def test_applied_push_is_known_even_after_another_one_was_refused(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
@@ -206,7 +200,7 @@ def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(
     run(test())
 
 
-def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_written(
+def test_error_in_the_writing_thread_refuses_and_the_next_push_is_written(
     make, tmp_path, monkeypatch
 ) -> None:
     async def test() -> None:
@@ -227,7 +221,7 @@ def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_
     run(test())
 
 
-def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_it_is_made(
+def test_written_change_that_cannot_be_applied_ends_the_server_before_later_ones(
     make, tmp_path, monkeypatch
 ) -> None:
     data = tmp_path / "data"

@@ -74,7 +74,7 @@ def version(server: Journaled) -> int:
     return server.shard.summary().versions[0]
 
 
-def test_a_follower_hears_of_each_change_once_and_in_order(make, tmp_path) -> None:
+def test_follower_receives_each_change_once_and_in_order(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)
@@ -96,7 +96,7 @@ def test_a_follower_hears_of_each_change_once_and_in_order(make, tmp_path) -> No
     run(test())
 
 
-def test_a_change_has_its_effect_once_the_follower_has_it(make, tmp_path) -> None:
+def test_change_takes_effect_once_the_follower_has_it(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)
@@ -115,7 +115,7 @@ def test_a_change_has_its_effect_once_the_follower_has_it(make, tmp_path) -> Non
     run(test())
 
 
-def test_when_nobody_follows_any_more_what_waited_goes_on(make, tmp_path) -> None:
+def test_waiting_changes_continue_when_no_follower_is_left(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)
@@ -129,7 +129,7 @@ def test_when_nobody_follows_any_more_what_waited_goes_on(make, tmp_path) -> Non
     run(test())
 
 
-def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_counts_once(
+def test_changes_refused_by_the_disk_behind_waiting_ones_can_be_repeated_and_count_once(
     make, tmp_path
 ) -> None:
     async def test() -> None:
@@ -158,7 +158,7 @@ def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_co
     run(test())
 
 
-def test_a_journal_that_gives_up_reports_who_waits_and_the_next_start_has_the_changes(
+def test_failing_journal_reports_waiting_changes_and_the_next_start_has_them(
     make, tmp_path
 ) -> None:
     async def test() -> dict[int, Any]:

@@ -163,7 +163,7 @@ class History:
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 6))]
 )
-def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_the_disk_does(
+def test_acknowledged_pushes_are_present_once_and_refused_ones_absent_whatever_the_disk_does(
     make, tmp_path, seed, fsync
 ) -> None:
     generator = random.Random(seed)

@@ -9,7 +9,7 @@ from shoal_ps_server.shard.layout import layout_from_shard_map
 from shoal_ps_server.storage.image import layout_from_json, layout_to_json
 
 
-def test_a_shard_map_says_which_tensors_are_frozen_and_one_of_an_older_release_does_not() -> None:
+def test_shard_map_lists_frozen_tensors_unless_it_is_of_an_older_release() -> None:
     shard_map = coordinator_pb2.ShardMap(
         epoch=1, partitions=[coordinator_pb2.Partition(partition_id=0, primary=0)]
     )

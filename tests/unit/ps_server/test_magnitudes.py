@@ -19,7 +19,7 @@ EXTREME = st.sampled_from([0.0, 1e-45, -1e-30, 1e15, -1e17, 3e38, -3.4e38])
     st.lists(st.one_of(ORDINARY, EXTREME), max_size=50),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_no_magnitude_is_above_the_bound_and_large_ones_are_reported_exactly(
+def test_magnitudes_never_exceed_the_bound_and_large_ones_are_exact(
     values: list[float], dtype: torch.dtype
 ) -> None:
     tensor = torch.tensor(values, dtype=dtype)
@@ -35,7 +35,7 @@ def test_no_magnitude_is_above_the_bound_and_large_ones_are_reported_exactly(
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_one_value_that_is_not_finite_shows(
+def test_one_non_finite_value_is_visible(
     dtype: torch.dtype, values: list[float], data: st.DataObject, culprit: float
 ) -> None:
     values[data.draw(st.integers(0, len(values) - 1))] = culprit

@@ -38,7 +38,7 @@ async def settled(task: asyncio.Task[None]) -> None:
     assert not task.done()
 
 
-def test_a_member_waits_for_the_coordinators_word_on_its_generation() -> None:
+def test_member_waits_for_the_coordinators_confirmation_of_its_generation() -> None:
     async def scenario() -> None:
         members = membership()
         admitted = asyncio.create_task(members.admit("a", 1))
@@ -49,7 +49,7 @@ def test_a_member_waits_for_the_coordinators_word_on_its_generation() -> None:
     asyncio.run(scenario())
 
 
-def test_a_member_whose_generation_comes_without_it_is_refused_while_it_waits() -> None:
+def test_waiting_member_is_refused_when_its_generation_arrives_without_it() -> None:
     async def scenario() -> None:
         members = membership()
         admitted = asyncio.create_task(members.admit("a", 1))
@@ -61,7 +61,7 @@ def test_a_member_whose_generation_comes_without_it_is_refused_while_it_waits() 
     asyncio.run(scenario())
 
 
-def test_a_silent_coordinator_makes_the_caller_try_again() -> None:
+def test_silent_coordinator_makes_the_caller_retry() -> None:
     async def scenario() -> None:
         with pytest.raises(UnavailableError) as caught:
             await membership(admission_wait=SHORT).admit("a", 3)
@@ -71,7 +71,7 @@ def test_a_silent_coordinator_makes_the_caller_try_again() -> None:
     asyncio.run(scenario())
 
 
-def test_the_fast_wait_until_the_slow_have_come_up() -> None:
+def test_fast_members_wait_until_slow_ones_have_caught_up() -> None:
     async def scenario() -> None:
         members = membership(bound=1)
         members.learn(1, ["fast", "slow"])
@@ -86,7 +86,7 @@ def test_the_fast_wait_until_the_slow_have_come_up() -> None:
     asyncio.run(scenario())
 
 
-def test_the_fast_go_on_when_the_slow_are_evicted() -> None:
+def test_fast_members_continue_when_slow_ones_are_evicted() -> None:
     async def scenario() -> None:
         members = membership()
         members.learn(1, ["fast", "slow"])
@@ -100,7 +100,7 @@ def test_the_fast_go_on_when_the_slow_are_evicted() -> None:
     asyncio.run(scenario())
 
 
-def test_a_wait_for_the_slow_ends_at_its_deadline_and_says_by_how_much() -> None:
+def test_wait_for_slow_members_ends_at_its_deadline_and_reports_the_gap() -> None:
     async def scenario() -> None:
         members = membership(bound=2)
         members.learn(1, ["fast", "slow"])
@@ -135,7 +135,7 @@ def test_a_clock_of_a_member_just_evicted_is_ignored() -> None:
     assert set(members.clocks.members) == {"a"}
 
 
-def test_a_push_of_bsp_is_let_in_when_the_last_member_has_read() -> None:
+def test_bsp_push_is_admitted_when_the_last_member_has_read() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         push = asyncio.create_task(members.let_in("a", 1, 1))
@@ -146,7 +146,7 @@ def test_a_push_of_bsp_is_let_in_when_the_last_member_has_read() -> None:
     asyncio.run(scenario())
 
 
-def test_a_push_of_bsp_is_let_in_when_the_last_member_brings_its_own() -> None:
+def test_bsp_push_is_admitted_when_the_last_member_sends_its_own() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         push = asyncio.create_task(members.let_in("a", 1, 1))
@@ -197,7 +197,7 @@ def test_a_member_evicted_while_its_push_waits_receives_the_reason() -> None:
     asyncio.run(scenario())
 
 
-def test_pushes_that_wait_when_the_server_stops_are_asked_to_try_again() -> None:
+def test_waiting_pushes_are_asked_to_retry_when_the_server_stops() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         push = asyncio.create_task(members.let_in("a", 1, 1))
@@ -211,7 +211,7 @@ def test_pushes_that_wait_when_the_server_stops_are_asked_to_try_again() -> None
 
 
 @pytest.mark.parametrize("mode", [ConsistencyMode.SSP, ConsistencyMode.BSP])
-def test_who_waits_for_others_is_notified_when_its_partition_leaves(make, mode) -> None:
+def test_waiting_member_is_notified_when_its_partition_leaves(make, mode) -> None:
     async def test() -> None:
         membership = Membership(fence=Fence(), clocks=Clocks())
         membership.consistency = Consistency(mode=mode)

@@ -66,7 +66,7 @@ def after_the_decision(recovered: Recovered, make: Any, index: int, *, moved: bo
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_crash_between_any_two_records_leaves_one_owner_with_all_that_was_acknowledged(
+def test_crash_between_any_two_records_of_a_move_leaves_one_owner_with_all_acknowledged_pushes(
     make, tmp_path, moved
 ) -> None:
     async def test() -> History:
@@ -145,9 +145,7 @@ async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(
-    make, tmp_path, at
-) -> None:
+def test_snapshots_during_a_move_contain_all_partitions(make, tmp_path, at) -> None:
     """A snapshot that begins at any step of a move and copies its partitions during the next steps
     is complete."""
 
@@ -176,9 +174,7 @@ def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_primary_has(
-    make, tmp_path, at
-) -> None:
+def test_backup_that_starts_to_follow_during_a_move_equals_its_primary(make, tmp_path, at) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             followers: list[Follower] = []
@@ -197,7 +193,7 @@ def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_prima
     run(test())
 
 
-def test_a_partition_that_leaves_and_returns_before_a_backup_has_it_keeps_all_its_pushes(
+def test_partition_that_leaves_and_returns_before_a_backup_has_it_keeps_all_pushes(
     make, tmp_path, monkeypatch
 ) -> None:
     async def test() -> None:
@@ -304,7 +300,7 @@ def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
     )
 
 
-def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(
+def test_partition_that_moves_before_its_turn_in_a_snapshot_is_copied_as_it_leaves(
     make, tmp_path, monkeypatch
 ) -> None:
     """A partition that moves away before a running snapshot has copied it is copied at that moment.
@@ -337,7 +333,7 @@ def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goe
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_giver_that_is_started_anew_gives_the_same_again_and_serves_nothing_of_it(
+def test_restarted_source_sends_the_same_again_and_serves_none_of_it(
     make, tmp_path, snapshot
 ) -> None:
     async def first() -> History:
@@ -371,9 +367,7 @@ def test_a_giver_that_is_started_anew_gives_the_same_again_and_serves_nothing_of
     run(again())
 
 
-def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(
-    make, tmp_path
-) -> None:
+def test_journal_does_not_revert_to_the_map_before_a_pending_one(make, tmp_path) -> None:
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):
             await giver.hand_over(receiver)

@@ -32,7 +32,7 @@ from tests.unit.ps_server.moving import (
 )
 
 
-def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
+def test_rejected_partitions_continue_to_be_served(make, tmp_path) -> None:
     """A giver continues to serve a partition that was not taken. Until it records that the
     partition is leaving, it decides by itself."""
 
@@ -75,7 +75,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
     run(test())
 
 
-def test_partitions_without_values_are_not_given(make, tmp_path) -> None:
+def test_partitions_without_values_are_not_sent(make, tmp_path) -> None:
     async def test() -> None:
         async with opened(tmp_path / "giver") as server:
             giver = Moved(server, make, 0)
@@ -88,9 +88,7 @@ def test_partitions_without_values_are_not_given(make, tmp_path) -> None:
     run(test())
 
 
-def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(
-    make, tmp_path
-) -> None:
+def test_push_in_progress_when_its_partition_is_frozen_moves_with_it(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             journal, following = giver.server.journal, SilentFollower()
@@ -110,7 +108,7 @@ def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(
     run(test())
 
 
-def test_a_map_that_would_lose_values_without_a_word_is_refused(make) -> None:
+def test_map_that_would_silently_lose_values_is_refused(make) -> None:
     shard = make.shard(*specs(make))
     moves = Moves(shard)
     before = layout_of(make, 0, moved=False)
@@ -130,14 +128,16 @@ def test_a_map_that_would_lose_values_without_a_word_is_refused(make) -> None:
     Moves(Shard()).check(more, before=None)
 
 
-def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make, tmp_path) -> None:
+def test_decision_that_arrives_while_the_note_is_in_progress_ends_the_freeze(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             server, recorder = giver.server, ReportRecorder(giver)
             following = SilentFollower()
             await server.journal.append(None, lambda: server.journal.follow(following))
             await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
-            giver.gives_to(receiver)
+            giver.sends_to(receiver)
             async with recorder.running() as mover:
                 mover.ordered(ORDER)
                 await until(lambda: LEAVING in following.heard)
@@ -154,11 +154,11 @@ def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make
     run(test())
 
 
-def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None:
+def test_move_ordered_repeatedly_is_made_once(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
             recorder, transfers = ReportRecorder(giver), 0
-            giver.gives_to(receiver)
+            giver.sends_to(receiver)
             transfer = giver.giver.transfer
             assert transfer is not None
 
@@ -191,7 +191,7 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
     run(test())
 
 
-def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
+def test_source_that_cannot_assemble_its_stream_reports_it_and_continues_to_serve(
     make, tmp_path, monkeypatch
 ) -> None:
     async def take(messages: AsyncIterator[bytes], context: Any) -> bytes:
@@ -225,14 +225,14 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
     run(test())
 
 
-def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make, tmp_path) -> None:
+def test_source_reports_whether_it_caused_a_rejected_move(make, tmp_path) -> None:
     """A giver reports whether it or the receiver failed. Otherwise the coordinator would exclude
     one receiver after another because of a giver with a full disk."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             recorder = ReportRecorder(giver)
-            giver.gives_to(receiver)
+            giver.sends_to(receiver)
             takes = giver.giver.transfer
             assert takes is not None
             async with recorder.running() as mover:

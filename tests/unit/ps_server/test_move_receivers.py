@@ -39,7 +39,9 @@ from tests.unit.ps_server.moving import (
 )
 
 
-def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tmp_path) -> None:
+def test_sink_refuses_partitions_it_cannot_hold_and_the_source_continues_to_serve(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
 
@@ -90,7 +92,7 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
         lambda chunks: [],
     ],
 )
-def test_a_stream_that_is_none_takes_nothing_over(make, tmp_path, damage) -> None:
+def test_invalid_stream_moves_nothing(make, tmp_path, damage) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
             giver.server.shard.freeze(ORDER.partition_ids)
@@ -108,7 +110,7 @@ def test_a_stream_that_is_none_takes_nothing_over(make, tmp_path, damage) -> Non
     run(test())
 
 
-def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make, tmp_path) -> None:
+def test_fresh_sink_continues_with_the_sources_clocks_fence_and_batches(make, tmp_path) -> None:
     """A receiver without values takes over the giver's clocks, fence and batches. One that has
     values keeps its own clocks."""
 
@@ -142,9 +144,7 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
     run(test())
 
 
-def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(
-    make, tmp_path
-) -> None:
+def test_sink_with_only_frozen_tensors_continues_with_the_sources_clocks(make, tmp_path) -> None:
     """A receiver that has only frozen tensors, for which members report no clocks, takes over the
     giver's clocks when trained tensors arrive."""
 
@@ -186,7 +186,7 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
                         lambda server=server: server.server.moves.settle(number),
                     )
 
-            def giver_is_at(clock: int) -> None:
+            def source_is_at(clock: int) -> None:
                 clocks = Clocks()
                 clocks.follow("abc")
                 clocks.report("a", 1)
@@ -198,18 +198,18 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
             def receivers() -> int:
                 return receiver.membership.clocks.members["a"].clock
 
-            giver_is_at(1)
+            source_is_at(1)
             await move(1, 3, {3})
             assert receivers() == 1
-            giver_is_at(5)
+            source_is_at(5)
             await move(2, 1, {1, 3})
             assert receivers() == 5
-            giver_is_at(7)
+            source_is_at(7)
             await move(3, 0, {0, 1, 3})
             assert receivers() == 5  # it has trained tensors, so it keeps its own clocks
             await move(4, 0, {1, 3})
             await move(5, 1, {3})
-            giver_is_at(9)
+            source_is_at(9)
             await move(6, 1, {1, 3})
             assert receivers() == 9
 
@@ -247,7 +247,7 @@ async def all_but_the_end(
     return taking, following, go
 
 
-def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(
+def test_stream_whose_move_is_settled_meanwhile_moves_nothing_and_the_server_restarts(
     make, tmp_path
 ) -> None:
     """A stream whose move has been settled in the meantime takes nothing over, even while the
@@ -274,7 +274,7 @@ def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_s
     assert (moves.settled, moves.taken, moves.coming) == (1, None, None)
 
 
-def test_a_receiver_does_not_say_that_it_has_what_came_too_late(make, tmp_path) -> None:
+def test_sink_does_not_report_partitions_that_arrived_too_late(make, tmp_path) -> None:
     """A receiver does not acknowledge partitions if the move is settled while the last record of
     their stream is being written."""
 
@@ -306,7 +306,7 @@ def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
     run(test())
 
 
-def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
+def test_record_of_a_failed_move_moves_nothing(make) -> None:
     """Records of moves that ended without effect take nothing over. A server that could not apply
     such a record again would never start."""
     shard = make.shard(*specs(make))
@@ -325,7 +325,7 @@ def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
     assert (moves.taken, moves.coming) == (None, None)
 
 
-def test_a_copy_of_an_older_move_that_comes_late_takes_no_place(make) -> None:
+def test_late_copy_of_an_older_move_is_ignored(make) -> None:
     shard = make.shard(*specs(make))
     old = shard.image(1)
     assert old is not None

@@ -45,7 +45,7 @@ async def restore(server: Journaled, wanted: Restoration) -> Any:
     return await asyncio.shield(await server.changes.restore(wanted))
 
 
-def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_followed(
+def test_crash_between_any_two_records_leaves_the_restored_rows_and_later_changes(
     make: Any, tmp_path: Any
 ) -> None:
     data = tmp_path / "data"
@@ -77,7 +77,7 @@ def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_f
 
 
 @pytest.mark.parametrize("snapshot_at", range(0, 24, 3))
-def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
+def test_snapshot_at_any_time_plus_the_later_journal_gives_the_rows(
     make: Any, tmp_path: Any, snapshot_at: int
 ) -> None:
     """A snapshot at any time and the journal after it restore the rows, although a restoration
@@ -104,7 +104,9 @@ def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
     assert same(recovered(data), after)
 
 
-def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp_path: Any) -> None:
+def test_concurrent_pushes_are_ordered_before_or_after_a_restoration(
+    make: Any, tmp_path: Any
+) -> None:
     """Pushes and restorations at the same time do not wait for each other. The server orders them
     and journals that order."""
     data = tmp_path / "data"
@@ -137,9 +139,7 @@ def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp
     assert same(recovered(data), after)
 
 
-def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(
-    make: Any, tmp_path: Any
-) -> None:
+def test_first_rows_do_not_replace_a_push_in_progress(make: Any, tmp_path: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
 
     async def test() -> None:
@@ -154,7 +154,7 @@ def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(
     run(test())
 
 
-def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
+def test_moving_bucket_is_not_restored(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
     shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)
@@ -166,7 +166,7 @@ def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
     assert shard.admit_restoration(wanted)
 
 
-def test_what_cannot_be_written_is_not_made_and_pushes_go_on(make: Any) -> None:
+def test_unwritable_restoration_is_not_applied_and_pushes_continue(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
     shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)

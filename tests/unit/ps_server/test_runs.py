@@ -65,7 +65,7 @@ def torch_optimizer(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
-def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
+def test_each_tensor_is_updated_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
     """A partition of six tensors is updated as torch's optimizer updates the six tensors, with
     parameter groups, absent gradients, a schedule and a restart."""
     generator, noise = random.Random(7), torch.Generator().manual_seed(7)
@@ -111,7 +111,7 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
         torch.testing.assert_close(values, parameter.detach().flatten(), rtol=1e-6, atol=1e-7)
 
 
-def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
+def test_tensors_with_equal_histories_share_one_torch_state(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
     optimizer = PartitionOptimizer(
         torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={})
@@ -128,7 +128,7 @@ def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
     assert [int(run.state["step"]) for run in optimizer.images()] == [2, 4]
 
 
-def test_what_keeps_no_state_stays_together(make) -> None:
+def test_stateless_optimizer_keeps_tensors_together(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
     groups = [ParameterGroup(tensors=frozenset({"f"}), hyperparameters={"lr": 0.5})]
     optimizer = PartitionOptimizer(
@@ -141,7 +141,7 @@ def test_what_keeps_no_state_stays_together(make) -> None:
         assert [(run.first, run.end) for run in optimizer.images()] == [(0, 5), (5, 6)]
 
 
-def test_an_update_that_would_come_out_infinite_names_its_tensor(make) -> None:
+def test_infinite_update_names_its_tensor(make) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))
     settings = optimizer_settings(name="sgd", hyperparameters={"lr": 10.0, "momentum": 0.5})
     shard = make.shard(spec, optimizer=settings)
@@ -153,7 +153,7 @@ def test_an_update_that_would_come_out_infinite_names_its_tensor(make) -> None:
         shard.push(make.upload([1.0, 1.0, 1.0, 1.0, 3e38, 1.0, 1.0], spec, sequence=2))
 
 
-def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> None:
+def test_only_memory_needed_by_an_update_is_requested(make, monkeypatch) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3))
     asked: list[int] = []
     real = torch.empty
@@ -179,7 +179,7 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
         assert asked == expected
 
 
-def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> None:
+def test_many_skipped_pieces_cost_no_more_than_their_number(make) -> None:
     """The number of comparisons for absent pieces is linear in their number. An earlier search in a
     list made it quadratic."""
     compared = 0
@@ -204,7 +204,7 @@ def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> N
     assert compared <= 4 * count
 
 
-def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:
+def test_memory_for_state_is_requested_only_for_pieces_without_state(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
     optimizer = PartitionOptimizer(
         torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={})
@@ -215,7 +215,7 @@ def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:
     assert optimizer.fresh_pieces((2, 3, 4, 5)) == [spec.pieces[1]]
 
 
-def test_state_of_rows_is_one_number_for_each(make) -> None:
+def test_row_state_is_one_number_per_row(make) -> None:
     spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True), dtype="bfloat16"))
     settings = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
     shard = make.shard(spec, optimizer=settings)
@@ -234,7 +234,7 @@ def test_state_of_rows_is_one_number_for_each(make) -> None:
     assert all(run.state["sum"].dtype is torch.float32 for run in shard.image(0).runs)
 
 
-def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> None:
+def test_infinite_row_sum_names_its_row(make) -> None:
     spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True)))
     shard = make.shard(
         spec, optimizer=optimizer_settings(name="rowwise_adagrad", hyperparameters={})
@@ -248,7 +248,7 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
         shard.push(make.upload(gradient, spec))
 
 
-def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
+def test_each_tensor_has_its_own_trust_ratio(make) -> None:
     """Each tensor has its own trust ratio, even if tensors are adjacent and have not been updated
     yet."""
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
@@ -261,7 +261,7 @@ def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
     assert [int(run.state["step"]) for run in optimizer.images()] == [2, 1, 3]
 
 
-def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatch) -> None:
+def test_failed_step_creates_no_state(make, monkeypatch) -> None:
     spec = make.packed(0, ("a", 2), ("b", 2))
     optimizer = PartitionOptimizer(
         torch.zeros(4), spec, optimizer_settings(name="adamw", hyperparameters={})
@@ -278,7 +278,7 @@ def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatc
     assert not second.state
 
 
-def test_values_that_are_not_finite_are_named_by_their_tensor_also_when_pieces_are_left_out(
+def test_non_finite_values_are_named_by_their_tensor_even_when_pieces_are_skipped(
     make,
 ) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))

@@ -171,7 +171,7 @@ def test_a_changed_learning_rate_keeps_the_momentum(make) -> None:
     assert make.values(shard)[0] == -1.0 - 2.0 * 1.5
 
 
-def test_equal_settings_are_equal_however_they_are_spelled() -> None:
+def test_equal_settings_are_equal_in_any_spelling() -> None:
     short = optimizer_settings(name="adamw", hyperparameters={})
     assert short == optimizer_settings(name="adamw", hyperparameters={"eps": 1e-8, "lr": 1e-3})
     assert short != optimizer_settings(name="adamw", hyperparameters={"lr": 2e-3})
@@ -219,7 +219,7 @@ def test_impossible_groups_are_refused_by_name(groups, complaint) -> None:
         )
 
 
-def test_a_schedule_cannot_name_new_groups_or_change_what_state_is_kept() -> None:
+def test_schedule_can_neither_name_new_groups_nor_change_the_kept_state() -> None:
     settings = optimizer_settings(name="adamw", hyperparameters={})
     with pytest.raises(InvalidRequestError, match="no parameter group was configured"):
         settings.changed(
@@ -235,7 +235,7 @@ def test_a_schedule_cannot_name_new_groups_or_change_what_state_is_kept() -> Non
         st.sampled_from(["lr", "momentum", "beta1", "eps", "nesterov", "x"]), st.floats()
     ),
 )
-def test_what_is_accepted_torch_accepts_too(make, name, hyperparameters) -> None:
+def test_accepted_settings_are_accepted_by_torch(make, name, hyperparameters) -> None:
     try:
         settings = optimizer_settings(name=name, hyperparameters=hyperparameters)
     except InvalidRequestError:
@@ -266,7 +266,7 @@ def test_what_is_accepted_torch_accepts_too(make, name, hyperparameters) -> None
         ),
     ],
 )
-def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
+def test_infinite_update_is_refused_and_changes_nothing(
     make, name, hyperparameters, dtype, gradient, applied
 ) -> None:
     spec = make.spec(dtype=dtype)
@@ -317,9 +317,7 @@ def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(
-    make, dtype
-) -> None:
+def test_values_that_grow_proportionally_are_refused_before_they_overflow(make, dtype) -> None:
     """LAMB's updates, which are proportional to the values, are refused before the values overflow,
     no matter how small the gradients are."""
     spec = make.spec(dtype=dtype)
@@ -342,13 +340,13 @@ def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_befor
 
 
 @pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
-def test_updates_of_half_precision_are_tried_also_of_nothing_by_nothing(make, name) -> None:
+def test_half_precision_updates_are_tried_first(make, name) -> None:
     spec = make.spec(dtype="float16")
     shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={}))
     assert shard.needs_trial(make.upload(torch.zeros(6), spec))
 
 
-def test_what_is_on_its_way_counts_for_how_far_values_may_have_grown(make) -> None:
+def test_updates_in_progress_count_towards_the_growth_of_values(make) -> None:
     shard = make.shard(
         optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6)
     )
@@ -360,7 +358,7 @@ def test_what_is_on_its_way_counts_for_how_far_values_may_have_grown(make) -> No
     assert 15 < len(admitted) < 30
 
 
-def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
+def test_split_row_is_refused_by_name(make) -> None:
     rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
     piece = Piece(tensor="table", offset=0, length=10, row=4)
     whole = PartitionSpec(
@@ -378,7 +376,7 @@ def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
     assert caught.value.reason == "OPTIMIZER_INVALID"
 
 
-def test_rows_of_frozen_tensors_may_be_cut() -> None:
+def test_rows_of_frozen_tensors_may_be_split() -> None:
     """Rows of frozen tensors may be split, because no optimizer updates them."""
     shard_map = coordinator_pb2.ShardMap(
         epoch=1,
@@ -398,7 +396,7 @@ def test_rows_of_frozen_tensors_may_be_cut() -> None:
         rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())
 
 
-def test_a_value_that_is_not_finite_is_found_wherever_it_is(make) -> None:
+def test_non_finite_value_is_found_anywhere(make) -> None:
     for wrong in (float("nan"), float("inf"), -float("inf")):
         for place in range(6):
             values = torch.arange(6.0)

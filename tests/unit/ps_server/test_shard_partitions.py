@@ -51,7 +51,7 @@ def test_a_repeated_push_is_acknowledged_and_not_applied(make) -> None:
     )
 
 
-def test_a_batch_that_a_dead_member_pushed_is_not_applied_again_by_whoever_gets_it(make) -> None:
+def test_batch_pushed_by_a_dead_member_is_not_applied_again_by_its_next_holder(make) -> None:
     specs = make.spec(0), make.spec(1)
     shard = make.shard(*specs)
     # it died before it pushed to partition 1
@@ -65,7 +65,7 @@ def test_a_batch_that_a_dead_member_pushed_is_not_applied_again_by_whoever_gets_
     ).duplicate
 
 
-def test_an_old_push_said_again_does_not_hide_the_newer_batch(make) -> None:
+def test_repeated_old_push_does_not_hide_the_newer_batch(make) -> None:
     shard = make.shard()
     first = make.upload(torch.ones(6), batch=7)
     shard.push(first)
@@ -96,7 +96,7 @@ def test_a_refused_push_changes_nothing_and_its_number_stays_free(make, upload, 
     assert shard.push(make.upload(torch.ones(6))).version == 2
 
 
-def test_the_error_names_the_first_value_that_is_not_finite(make) -> None:
+def test_error_names_the_first_non_finite_value(make) -> None:
     spec = make.spec(7, tensor="head", offset=100)
     shard = make.shard(spec)
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_the_error_names_the_first_value_that_is_not_finite(make) -> None:
         shard.push(make.upload([0, 0, 0, float("inf"), 0, float("nan")], spec))
 
 
-def test_finite_values_whose_sum_overflows_are_taken(make) -> None:
+def test_finite_values_whose_sum_overflows_are_accepted(make) -> None:
     shard = make.shard(optimizer=make.sgd(lr=0.0))
     assert shard.push(make.upload([3e38] * 6)).version == 2
 
@@ -143,7 +143,7 @@ def test_a_partition_without_elements_can_be_pushed_and_read(make) -> None:
         assert (reading.version, reading.remaining, bytes(reading.take(10))) == (2, 0, b"")
 
 
-def test_a_reading_shows_the_values_of_its_moment_whatever_is_pushed_meanwhile(make) -> None:
+def test_reading_shows_the_values_of_its_start_despite_later_pushes(make) -> None:
     shard = make.shard()
     with shard.reading(0) as early:
         first = bytes(early.take(8))
@@ -159,7 +159,7 @@ def test_a_reading_shows_the_values_of_its_moment_whatever_is_pushed_meanwhile(m
     assert make.values(shard)[0] == -1.0
 
 
-def test_slow_readers_of_one_moment_share_one_copy(make) -> None:
+def test_slow_readers_of_one_version_share_one_copy(make) -> None:
     shard = make.shard()
     with ExitStack() as stack:
         readings = [stack.enter_context(shard.reading(0)) for _ in range(60)]
@@ -170,7 +170,7 @@ def test_slow_readers_of_one_moment_share_one_copy(make) -> None:
         assert all(bytes(reading.take(100)) == bytes(20) for reading in readings)
 
 
-def test_readers_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones_first() -> None:
+def test_oldest_readers_are_ended_when_their_copies_become_too_many() -> None:
     values, copies = torch.zeros(6), Copies(limit=48)
     readings = []
     for version in (1, 2, 3):
@@ -192,7 +192,7 @@ def test_readers_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones
     assert fourth.take(24).nbytes == fifth.take(24).nbytes == 24
 
 
-def test_what_a_reader_was_asked_to_follow_can_be_taken_also_when_the_rest_is_given_up() -> None:
+def test_promised_part_of_a_reading_stays_readable_when_the_rest_is_given_up() -> None:
     values, copies = torch.arange(6.0), Copies(limit=24)
     reading = Reading(values, version=1)
     expected = bytes(reading.rest)
@@ -226,7 +226,7 @@ def test_stored_bytes_count_values_and_optimizer_state(make) -> None:
     assert shard.summary().stored_bytes == 48
 
 
-def test_a_forgotten_member_begins_anew(make) -> None:
+def test_forgotten_member_starts_over(make) -> None:
     shard = make.shard()
     shard.push(make.upload(torch.ones(6)))
     shard.forget(["a", "never seen"])
@@ -235,7 +235,7 @@ def test_a_forgotten_member_begins_anew(make) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_pieces_may_be_cut_anywhere(make, data) -> None:
+def test_pieces_may_be_split_anywhere(make, data) -> None:
     dtype = data.draw(st.sampled_from(["float32", "float64", "float16", "bfloat16"]))
     spec = make.spec(length=data.draw(st.integers(1, 40)), dtype=dtype)
     cuts = data.draw(st.lists(st.integers(0, spec.nbytes), max_size=8))
@@ -250,7 +250,7 @@ def test_pieces_may_be_cut_anywhere(make, data) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
-def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts) -> None:
+def test_retries_and_losses_have_the_effect_of_each_push_once(make, attempts) -> None:
     """Repeated pushes, pushes with gaps in their numbers and damaged pushes do not change the
     result of applying each push once."""
     shard = make.shard(optimizer=make.sgd(lr=1.0))
@@ -293,7 +293,7 @@ def decoded(payload: memoryview, codec: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("length", [1, 255, 257, 1000])
 @pytest.mark.parametrize("codec", codecs.FOR_VALUES)
-def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(
+def test_values_in_a_codec_are_rounded_to_the_nearest_representable_one(
     make, codec: int, length: int, dtype: str
 ) -> None:
     values = random(length).to(getattr(torch, dtype))
@@ -357,7 +357,7 @@ def test_readers_of_one_version_share_its_compressed_values_and_later_ones_get_n
         assert one.remaining == 8
 
 
-def test_compressed_values_count_as_copies_while_somebody_reads_them() -> None:
+def test_compressed_values_count_as_copies_while_they_are_read() -> None:
     copies, readings = Copies(limit=24), []
     for version in (1, 2):
         encoded = EncodedValues(torch.zeros(12, dtype=torch.uint8))

@@ -132,7 +132,7 @@ def test_sums_over_rows_and_values_for_delay_compensation_are_read_back_too(
         read_snapshot(tmp_path / "snapshot")
 
 
-def test_a_snapshot_is_read_back_as_it_was_written(tmp_path, image) -> None:
+def test_snapshot_is_read_back_as_written(tmp_path, image) -> None:
     path = tmp_path / "snapshot"
     assert write_snapshot(path, image) == path.stat().st_size
     assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
@@ -141,7 +141,7 @@ def test_a_snapshot_is_read_back_as_it_was_written(tmp_path, image) -> None:
     assert_same(found, image)
 
 
-def test_a_restored_shard_trains_on_as_if_nothing_had_happened(make, tmp_path, image) -> None:
+def test_restored_shard_trains_on_unchanged(make, tmp_path, image) -> None:
     write_snapshot(tmp_path / "snapshot", image)
     found = read_snapshot(tmp_path / "snapshot")
     configuration = found.state.configuration
@@ -156,14 +156,14 @@ def test_a_restored_shard_trains_on_as_if_nothing_had_happened(make, tmp_path, i
     assert torch.equal(make.values(before), make.values(after))
 
 
-def test_other_tools_can_open_it(tmp_path, image) -> None:
+def test_snapshot_can_be_opened_by_other_tools(tmp_path, image) -> None:
     write_snapshot(tmp_path / "snapshot", image)
     tensors = load_file(tmp_path / "snapshot")
     assert torch.equal(tensors["0:values"], image.partitions[0].values)
     assert "4:state:0:exp_avg_sq" in tensors
 
 
-def test_the_clocks_go_on_from_where_they_were(image) -> None:
+def test_restored_clocks_continue(image) -> None:
     clocks = image.state.membership.restored_clocks()
     assert {member: clocks.lead(member) for member in clocks.members} == {"a": 2, "b": 0}
     clocks.follow(["a", "b", "joined since"])
@@ -176,7 +176,7 @@ def test_the_clocks_go_on_from_where_they_were(image) -> None:
     }
 
 
-def test_no_file_is_no_snapshot(tmp_path) -> None:
+def test_missing_file_is_no_snapshot(tmp_path) -> None:
     assert read_snapshot(tmp_path / "none") is None
 
 
@@ -193,7 +193,7 @@ def refused(path: Path) -> str:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> None:
+def test_one_changed_bit_is_detected_anywhere(tmp_path, image, data) -> None:
     path = tmp_path / "snapshot"
     write_snapshot(path, image)
     content = bytearray(path.read_bytes())
@@ -223,12 +223,12 @@ def test_a_truncated_or_lengthened_file_is_refused(tmp_path, image, data) -> Non
 @pytest.mark.parametrize(
     "content", [b"", b"not a snapshot", b"\x80\x04K\x01.", bytes(64), b"\xff" * 64]
 )
-def test_something_else_is_refused(tmp_path, content) -> None:
+def test_file_of_another_kind_is_refused(tmp_path, content) -> None:
     (tmp_path / "snapshot").write_bytes(content)
     assert refused(tmp_path / "snapshot") == "SNAPSHOT_CORRUPT"
 
 
-def test_a_directory_in_its_place_is_refused(tmp_path) -> None:
+def test_directory_in_place_of_the_file_is_refused(tmp_path) -> None:
     assert refused(tmp_path) == "SNAPSHOT_CORRUPT"
 
 
@@ -302,7 +302,7 @@ def test_a_data_directory_belongs_to_one_server_at_a_time(tmp_path) -> None:
     DataDirectory(tmp_path / "data").close()
 
 
-def test_a_data_directory_that_cannot_be_made_is_one_clear_error(tmp_path) -> None:
+def test_data_directory_that_cannot_be_created_is_one_clear_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="data_dir="):
         DataDirectory(tmp_path / "file" / "data")
@@ -316,7 +316,9 @@ def test_another_jobs_or_servers_snapshot_is_refused(tmp_path, image, names) -> 
             directory.read(job_id=names[0], server_id=names[1])
 
 
-def test_what_a_dying_server_left_is_removed_only_after_a_good_read(tmp_path, image) -> None:
+def test_leftovers_of_a_dying_server_are_removed_only_after_a_successful_read(
+    tmp_path, image
+) -> None:
     with DataDirectory(tmp_path) as directory:
         leftover = tmp_path / "snapshot.safetensors.123.tmp"
         leftover.write_bytes(b"half")

@@ -38,7 +38,7 @@ def sent(make: Any, value: float) -> list[Item]:
     ]
 
 
-def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
+def test_changes_of_one_stream_are_on_disk_before_the_next_one_replaces_it(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, writing = threading.Event(), threading.Event()
@@ -90,7 +90,7 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
     asyncio.run(test())
 
 
-def test_a_directory_that_was_being_cleared_is_empty(make: Any, tmp_path: Path) -> None:
+def test_partly_cleared_directory_is_empty(make: Any, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with DataDirectory(data) as directory:
         directory.recover(job_id="job", server_id="backup")

@@ -52,7 +52,7 @@ def test_members_report_clocks_for_buckets_but_not_for_frozen_tensors(make) -> N
     assert not shard_with(make).is_trained(frozenset())
 
 
-def test_a_bucket_has_values_from_the_beginning_and_stores_what_is_pushed(make) -> None:
+def test_bucket_has_initial_values_and_stores_pushed_rows(make) -> None:
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 0.5})
     shard = shard_with(make, spec)
     begun = initial_rows(np.array([3, -9]), 4, seed=7, initializer="normal", scale=0.1)
@@ -77,7 +77,7 @@ def test_a_push_counts_once_by_its_number_and_by_its_batch(make) -> None:
     assert (pulled(shard, 1, 2, 3)[:, 0].tolist(), shard.version(0)) == ([-1, -1, 0], 3)
 
 
-def test_a_refused_push_leaves_room_and_numbers_as_they_were(make) -> None:
+def test_refused_push_leaves_capacity_and_numbers_unchanged(make) -> None:
     spec = make.bucket()
     shard = shard_with(make, spec)
     admitted = [shard.admit_push(make.rows([n], 1.0, spec, sequence=n)) for n in (1, 2)]
@@ -108,9 +108,7 @@ def test_a_refused_push_leaves_room_and_numbers_as_they_were(make) -> None:
         ),
     ],
 )
-def test_rows_that_are_not_sound_are_refused_and_nothing_changes(
-    make, ids, gradients, reason, words
-) -> None:
+def test_invalid_rows_are_refused_and_nothing_changes(make, ids, gradients, reason, words) -> None:
     spec = make.bucket(rows=100)
     shard = shard_with(make, spec)
     shard.push(make.rows([3], 1.0, spec))
@@ -132,7 +130,7 @@ def test_rows_of_another_bucket_are_refused(make) -> None:
         shard.push(make.rows([other], 1.0, spec, sequence=2))
 
 
-def test_a_bucket_that_is_full_refuses_new_rows_and_takes_old_ones(make, monkeypatch) -> None:
+def test_full_bucket_refuses_new_rows_and_accepts_old_ones(make, monkeypatch) -> None:
     spec = make.bucket()
     shard = shard_with(make, spec)
     shard.push(make.rows(range(10), 1.0, spec))
@@ -146,7 +144,7 @@ def test_a_bucket_that_is_full_refuses_new_rows_and_takes_old_ones(make, monkeyp
     assert len(shard.image(0).rows.ids) == 10
 
 
-def test_without_memory_new_rows_are_refused_before_anything_is_written(make, monkeypatch) -> None:
+def test_new_rows_without_memory_are_refused_before_anything_is_written(make, monkeypatch) -> None:
     spec = make.bucket()
     shard = shard_with(make, spec)
 
@@ -160,7 +158,7 @@ def test_without_memory_new_rows_are_refused_before_anything_is_written(make, mo
     assert shard._partitions[0].on_their_way == 0
 
 
-def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
+def test_capacity_is_reserved_for_rows_in_progress(make) -> None:
     """Admitting a push reserves the memory for its rows, because a journaled change must not fail
     for lack of memory."""
     spec = make.bucket()
@@ -212,7 +210,7 @@ def pushes(make: Any, specs: Any, count: int) -> list[Upload]:
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "sparse_adam", "sgd"])
-def test_a_crash_between_any_two_records_leaves_the_rows_to_the_last_bit(
+def test_crash_between_any_two_records_leaves_the_rows_bit_for_bit(
     make, tmp_path, optimizer
 ) -> None:
     data = tmp_path / "data"
@@ -245,7 +243,7 @@ def test_a_crash_between_any_two_records_leaves_the_rows_to_the_last_bit(
             assert expected is not None or not same(found, state)
 
 
-def test_a_snapshot_and_the_journal_after_it_are_the_rows_to_the_last_bit(make, tmp_path) -> None:
+def test_snapshot_plus_later_journal_give_the_rows_bit_for_bit(make, tmp_path) -> None:
     data = tmp_path / "data"
     spec = make.bucket(optimizer="sparse_adam", hyperparameters={"lr": 0.1}, max_rows=16)
 
@@ -275,7 +273,7 @@ def test_a_snapshot_and_the_journal_after_it_are_the_rows_to_the_last_bit(make, 
     assert same(state_of(never_stopped), after)
 
 
-def test_a_bucket_without_rows_is_in_snapshots_and_copies_too(make, tmp_path) -> None:
+def test_empty_bucket_is_in_snapshots_and_copies_too(make, tmp_path) -> None:
     data = tmp_path / "data"
     specs = [
         make.bucket(number, optimizer=name, hyperparameters={})
@@ -297,7 +295,7 @@ def test_a_bucket_without_rows_is_in_snapshots_and_copies_too(make, tmp_path) ->
     assert same(copies, state_of(shard))
 
 
-def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> None:
+def test_snapshot_whose_rows_contradict_the_layout_is_refused(make) -> None:
     spec = make.bucket()
     shard = shard_with(make, spec)
     shard.push(make.rows([1, 2], 1.0, spec))
@@ -307,7 +305,7 @@ def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> Non
             copied(shard, 0, other)
 
 
-def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
+def test_backup_receives_the_rows_and_continues_with_them(make) -> None:
     """A backup that receives a primary's layout and rows applies later pushes as the primary
     does."""
     specs = [make.bucket(n, optimizer="sparse_adam", hyperparameters={"lr": 0.1}) for n in (0, 4)]
@@ -346,7 +344,7 @@ def test_the_layout_with_buckets_survives_json(make) -> None:
     assert read.partitions[0] != make.bucket(0, buckets=3, number=1)
 
 
-def test_the_tables_optimizer_is_its_own(make, tmp_path: Path) -> None:
+def test_table_has_its_own_optimizer(make, tmp_path: Path) -> None:
     """A table keeps its own optimizer when the job's learning rate changes."""
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 1.0}, initializer="zeros", scale=0.0)
     shard = shard_with(make, spec, make.spec(1))

@@ -16,7 +16,7 @@ def refused(tickets: Tickets, ticket: bytes, now: float) -> bool:
     return caught.value.reason == "TICKET_INVALID"
 
 
-def test_a_ticket_is_good_once() -> None:
+def test_ticket_is_valid_once() -> None:
     tickets = Tickets(most_together=100)
     ticket = tickets.issue(Speaker(member_id="a"), 0.0)
     assert len(ticket) == TICKET_BYTES
@@ -24,7 +24,7 @@ def test_a_ticket_is_good_once() -> None:
     assert refused(tickets, ticket, 1.0)
 
 
-def test_a_ticket_that_was_never_given_is_refused() -> None:
+def test_ticket_that_was_never_issued_is_refused() -> None:
     tickets = Tickets(most_together=100)
     ticket = tickets.issue(Speaker(member_id="a"), 0.0)
     assert refused(tickets, bytes(TICKET_BYTES), 0.0)
@@ -32,7 +32,7 @@ def test_a_ticket_that_was_never_given_is_refused() -> None:
     assert tickets.redeem(ticket, 0.0).member_id == "a"
 
 
-def test_a_ticket_is_good_for_seconds() -> None:
+def test_ticket_is_valid_for_seconds() -> None:
     tickets = Tickets(most_together=100)
     late, early = (
         tickets.issue(Speaker(member_id="a"), 0.0),
@@ -42,7 +42,7 @@ def test_a_ticket_is_good_for_seconds() -> None:
     assert refused(tickets, late, GOOD_FOR_S)
 
 
-def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_ends() -> None:
+def test_connections_and_tickets_of_a_member_are_limited_and_freed_when_one_ends() -> None:
     tickets = Tickets(most_together=100)
     for _ in range(MOST_OF_A_MEMBER - 1):
         tickets.redeem(tickets.issue(Speaker(member_id="a"), 0.0), 0.0)
@@ -56,7 +56,7 @@ def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_end
     tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)
 
 
-def test_all_together_have_a_limit() -> None:
+def test_total_number_of_connections_is_limited() -> None:
     tickets = Tickets(most_together=100)
     for number in range(100):
         tickets.issue(Speaker(member_id=f"member-{number}"), 0.0)
@@ -65,7 +65,7 @@ def test_all_together_have_a_limit() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 64, 256, 1024, 4096, 20_000, 1 << 20])
-def test_the_bulk_channel_takes_half_of_a_processs_descriptors_at_most(limit: int) -> None:
+def test_bulk_channel_uses_at_most_half_of_a_processs_descriptors(limit: int) -> None:
     share = BulkShare.of(limit)
     assert 2 * share.connections + 2 * share.strangers <= max(2, limit // 2)
     assert share.connections >= min(1024, limit // 8)

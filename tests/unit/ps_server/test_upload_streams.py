@@ -85,7 +85,7 @@ def refusal(layout, *messages: bytes) -> ShoalError:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_partitions_come_back_however_they_are_cut(layout, data) -> None:
+def test_partitions_are_reassembled_for_any_chunking(layout, data) -> None:
     wanted = data.draw(st.lists(st.sampled_from([0, 1, 2]), max_size=4))
     messages, payloads = [], []
     for partition_id in wanted:
@@ -158,7 +158,7 @@ def test_a_wrong_header_is_refused_before_its_payload(layout, changes, reason) -
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_a_compressed_partition_is_what_its_codec_decodes_it_to(make, codec, dtype) -> None:
+def test_compressed_partition_is_decoded_by_its_codec(make, codec, dtype) -> None:
     values = np.random.default_rng(codec).standard_normal(LENGTHS[3]).astype(np.float32)
     payload = bytes(
         codecs.encode(codec, values, kept=50 if codec in (pb.CODEC_TOPK, pb.CODEC_RANDOMK) else 0)
@@ -206,7 +206,7 @@ ONES, NAN = np.ones(40), np.where(np.arange(40) == 7, np.nan, 1.0)
         (compressed(pb.CODEC_BFLOAT16, ONES, checksum=1), "CHECKSUM_MISMATCH"),
     ],
 )
-def test_a_compressed_partition_that_is_not_sound_is_refused(layout, message, reason) -> None:
+def test_invalid_compressed_partition_is_refused(layout, message, reason) -> None:
     uploads, error = receive(layout, [message])
     if error is None:
         with pytest.raises(ShoalError) as refused:
@@ -249,7 +249,7 @@ def test_first_values_need_neither_sequence_nor_version(layout) -> None:
         ([b"\xff\xff\xff"], "MESSAGE_MALFORMED"),
     ],
 )
-def test_a_stream_that_is_cut_wrongly_is_refused(layout, messages, reason) -> None:
+def test_incorrectly_chunked_stream_is_refused(layout, messages, reason) -> None:
     uploads, error = receive(layout, messages)
     assert error is not None
     assert error.reason == reason
@@ -288,7 +288,7 @@ def test_a_stream_that_is_cut_wrongly_is_refused(layout, messages, reason) -> No
         max_size=6,
     )
 )
-def test_whatever_comes_partitions_are_whole_or_the_stream_is_refused(layout, messages) -> None:
+def test_arbitrary_input_gives_complete_partitions_or_a_refusal(layout, messages) -> None:
     uploads, error = receive(layout, messages)
     for upload in uploads:
         assert (upload.received, upload.missing) == (upload.header.spec.nbytes, 0)

@@ -297,7 +297,7 @@ def test_a_script_without_a_training_loop_is_not_checked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [None, "def (:\n"])
-def test_what_is_no_script_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_files_that_are_not_scripts_are_refused(tmp_path: Path, content: str | None) -> None:
     script = tmp_path / "a.py"
     if content is not None:
         script.write_text(content)

@@ -36,7 +36,7 @@ def test_both_clients_have_the_same_calls_with_the_same_arguments() -> None:
 
 
 @pytest.mark.parametrize("kind", _VALUES, ids=lambda kind: kind.__name__)
-def test_what_clients_give_is_frozen_and_without_protobuf(kind: type[Any]) -> None:
+def test_client_results_are_frozen_and_free_of_protobuf(kind: type[Any]) -> None:
     assert kind.__dataclass_params__.frozen
     for name, hint in typing.get_type_hints(kind).items():
         assert "_pb2" not in str(hint), name

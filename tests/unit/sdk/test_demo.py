@@ -51,7 +51,7 @@ def test_the_digits_are_scikit_learns_each_in_one_of_the_sets() -> None:
     )
 
 
-def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> None:
+def test_synchronous_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> None:
     trace = Trace(
         steps=(step("fast", 1, 10.0, 4.0), step("fast", 2, 11.0, 2.0), step("slow", 1, 12.0, 1.0)),
         accuracies=(),
@@ -60,7 +60,7 @@ def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> No
     assert trace.loss_curve(common_steps=False) == ([0.0, 1.0, 2.0], [4.0, 2.0, 1.0])
 
 
-def test_a_dragged_iteration_takes_a_multiple_of_its_fastest() -> None:
+def test_slowed_down_iteration_takes_a_multiple_of_its_fastest_time() -> None:
     drag = Drag(4)
     for _ in range(2):
         drag.begin()
@@ -71,7 +71,7 @@ def test_a_dragged_iteration_takes_a_multiple_of_its_fastest() -> None:
     assert time.perf_counter() - began_s >= 0.04
 
 
-def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> None:
+def test_last_table_stays_until_the_processes_have_ended(tmp_path: Path) -> None:
     plan = plans(sync_epochs=1, async_epochs=1)[0]
     outcome = Outcome(plan=plan, directory=tmp_path)
     ranked = pb.MemberStatus(
@@ -93,11 +93,11 @@ def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "plan", plans(sync_epochs=2, async_epochs=3), ids=lambda plan: plan.strategy
 )
-def test_progress_is_measured_in_steps_of_whole_epochs(plan) -> None:
+def test_progress_is_measured_in_steps_of_complete_epochs(plan) -> None:
     assert plan.total_steps == {"ddp": 2 * 15, "async_sgd": 3 * 45}[plan.strategy]
 
 
-def test_the_pause_for_a_server_is_the_longest_time_without_a_step_after_its_kill(
+def test_pause_for_a_server_is_the_longest_gap_between_steps_after_its_kill(
     tmp_path: Path,
 ) -> None:
     plan = plans(sync_epochs=1, async_epochs=1)[1]

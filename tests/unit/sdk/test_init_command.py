@@ -23,7 +23,7 @@ _EXAMPLES = Path(__file__).parents[3] / "examples"
 _PLAIN = (_EXAMPLES / "train_plain.py").read_text()
 
 
-def test_the_starter_is_written_with_the_next_command_and_has_nothing_to_change(
+def test_starter_is_written_with_the_next_command_and_runs_unedited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def test_a_file_is_overwritten_only_with_force(tmp_path: Path) -> None:
     assert "as_distributed" in script.read_text()
 
 
-def test_on_a_terminal_the_file_is_asked_for(tmp_path: Path) -> None:
+def test_terminal_prompts_for_the_file(tmp_path: Path) -> None:
     keys, terminal = pty.openpty()
     try:
         with subprocess.Popen(
@@ -170,7 +170,7 @@ main()
         ),
     ],
 )
-def test_the_optimizer_may_have_some_parameters_of_the_model_or_groups(
+def test_optimizer_may_have_groups_or_some_of_the_models_parameters(
     before: str, parameters: str
 ) -> None:
     made = f"optimizer = torch.optim.AdamW({parameters}, lr=1e-3)"
@@ -216,7 +216,7 @@ def test_a_script_under_a_main_guard_is_converted() -> None:
         ),
     ],
 )
-def test_a_loop_in_another_block_has_only_true_obstacles(
+def test_loop_in_another_block_lists_only_true_obstacles(
     source: Callable[[], str], obstacles: list[str]
 ) -> None:
     conversion = convert(source())
@@ -263,7 +263,7 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         ("in loader:", "in DataLoader(dataset):", "not `for ... in loader`"),
     ],
 )
-def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
+def test_loop_of_an_unsupported_shape_is_kept_with_the_reason_and_marks(
     old: str, new: str, reason: str
 ) -> None:
     assert old in _PLAIN
@@ -291,7 +291,7 @@ def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
         ("flush=True)", "flush=True)\n    if loss < 1: break", "    if", "should_early_stop"),
     ],
 )
-def test_a_loop_that_is_not_converted_names_what_to_write_instead(
+def test_unconverted_loop_names_what_to_write_instead(
     tmp_path: Path, old: str, new: str, line: str, remedy: str
 ) -> None:
     plain = tmp_path / "plain.py"
@@ -341,7 +341,7 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     assert "micro_batch_size=" in (tmp_path / "plain_elastic.py").read_text()
 
 
-def test_marks_stand_above_decorators_and_statements_of_several_lines() -> None:
+def test_marks_are_placed_above_decorators_and_multi_line_statements() -> None:
     source = _PLAIN + '    print(\n        """a\nb""",\n        epoch)\n'
     conversion = convert(source.replace(_RANGE, "for epoch in range(0, 9):"))
     assert conversion is not None
@@ -349,7 +349,7 @@ def test_marks_stand_above_decorators_and_statements_of_several_lines() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "def (:\n", "print(1)\n"])
-def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
+def test_scripts_that_cannot_be_converted_are_refused_and_nothing_is_written(
     tmp_path: Path, content: str | None
 ) -> None:
     plain = tmp_path / "plain.py"

@@ -19,7 +19,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
     ("generation", "expected"),
     [(0, "no members yet: a worker joins when"), (2, "no members left")],
 )
-def test_a_job_without_members_has_none_yet_or_none_any_more(
+def test_job_without_members_distinguishes_not_yet_from_no_longer(
     generation: int, expected: str
 ) -> None:
     job = pb.GetJobResponse(
@@ -52,7 +52,7 @@ def member(rank: int, *, note: str = "", **progress: Any) -> pb.MemberStatus:
     )
 
 
-def test_a_stalled_step_is_explained_above_the_ranks_that_wait() -> None:
+def test_stalled_step_is_explained_above_the_waiting_ranks() -> None:
     why = (
         "generation 1 has stalled at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 "
         "(h1), no heartbeat for 13 s"
@@ -107,7 +107,7 @@ def test_shares_are_shown_while_micro_batches_are_dealt_by_speed() -> None:
     assert [m["share"] for m in document["members"]] == [1.5, 0.5]
 
 
-def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
+def test_servers_are_shown_with_their_contents_and_whether_they_leave() -> None:
     servers = [
         pb.ServerStatus(
             server_id="s0",
@@ -141,7 +141,7 @@ def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
     assert rows == [(12, 90 << 20, False), (1, 8 << 20, True)]
 
 
-def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
+def test_rank_that_slows_down_the_others_is_named_once() -> None:
     note = "rank 0 (h0) and rank 1 (h1) are waiting for the connection between them"
     members = [member(rank, step=7, step_time_s=8.0, busy_time_s=0.2, note=note) for rank in (0, 1)]
     job = pb.GetJobResponse(
@@ -151,7 +151,7 @@ def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
     assert shown(job).count("waiting for the connection") == 1
 
 
-def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
+def test_run_and_outcomes_of_the_last_ones_are_shown() -> None:
     past = [
         pb.RunStatus(
             run=pb.RunId(number=number, began_unix_ms=1000),
@@ -190,7 +190,7 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
     }
 
 
-def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_none_is_cut() -> None:
+def test_least_important_columns_are_omitted_without_room_and_none_is_truncated() -> None:
     members = [
         member(rank, step=7, loss=0.5, samples_per_s=1000.0, step_time_s=0.02, busy_time_s=0.01)
         for rank in (0, 1)
@@ -232,7 +232,7 @@ def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_non
     assert "server-0" in shown(job, width=55)
 
 
-def test_a_loss_that_nobody_reported_is_none() -> None:
+def test_unreported_loss_is_none() -> None:
     silent, reporting = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j"), members=[silent, reporting, pb.MemberStatus(member_id="new")]
@@ -240,7 +240,7 @@ def test_a_loss_that_nobody_reported_is_none() -> None:
     assert [each["loss"] for each in job_json(job_of(job))["members"]] == [None, 0.0, None]
 
 
-def test_what_a_newer_coordinator_says_is_unknown_and_no_error() -> None:
+def test_unknown_values_of_a_newer_coordinator_are_not_errors() -> None:
     job = job_of(
         pb.GetJobResponse(
             spec=pb.JobSpec(job_id="j"),
@@ -252,7 +252,7 @@ def test_what_a_newer_coordinator_says_is_unknown_and_no_error() -> None:
     assert (job.phase, job.ending, job.members[0].phase) == ("unknown", "unknown", "unknown")
 
 
-def test_an_event_is_one_line_with_what_there_is_to_say() -> None:
+def test_event_is_one_line_with_the_known_details() -> None:
     event = pb.Event(
         kind="generation_formed",
         generation=3,
@@ -265,7 +265,7 @@ def test_an_event_is_one_line_with_what_there_is_to_say() -> None:
     )
 
 
-def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
+def test_list_of_jobs_shows_known_outcomes() -> None:
     def listed(job_id: str, status: int | None = None, *, known: bool = True) -> JobSummary:
         result = (
             Result(job_id=job_id, ok=status == 0, exit_status=status, summary="", ended=None)
@@ -290,7 +290,7 @@ def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
     ] == [0, 3, None, None]
 
 
-def test_the_end_of_a_run_is_shown_with_the_time_that_is_left_until_then() -> None:
+def test_end_of_a_run_is_shown_with_the_remaining_time() -> None:
     members = [member(rank, step=372 - rank, steps_in_all=2100, step_time_s=0.5) for rank in (0, 1)]
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
@@ -302,7 +302,7 @@ def test_the_end_of_a_run_is_shown_with_the_time_that_is_left_until_then() -> No
     assert " of 0" not in shown(job)
 
 
-def test_a_stopped_run_is_shown_with_the_step_at_which_it_stopped() -> None:
+def test_stopped_run_is_shown_with_its_last_step() -> None:
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j", max_workers=2),
         phase=pb.JOB_PHASE_FINISHED,

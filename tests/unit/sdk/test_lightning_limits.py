@@ -132,7 +132,7 @@ def results_of(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_limits_are_those_of_lightnings_own_strategy(arguments: dict[str, Any]) -> None:
+def test_limits_match_lightnings_own_strategy(arguments: dict[str, Any]) -> None:
     """Limits have the same effect as under Lightning's own strategy, for a module with several
     validation loaders."""
     ours, its = results_of(True, arguments), results_of(False, arguments)
@@ -141,7 +141,7 @@ def test_limits_are_those_of_lightnings_own_strategy(arguments: dict[str, Any]) 
     assert ours == {name: pytest.approx(value, abs=1e-6) for name, value in its.items()}
 
 
-def test_a_limited_epoch_that_is_shuffled_takes_other_samples_each_time() -> None:
+def test_limited_shuffled_epoch_takes_different_samples_each_time() -> None:
     from shoal.integrations.lightning.data import FirstSamples, training_loader
 
     given = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True)
@@ -162,7 +162,7 @@ def test_overfitting_turns_shuffling_off_for_validation_as_well() -> None:
     assert net.seen == {"train": [4, 4], "val0": [4, 4]}
 
 
-def test_a_file_of_weights_is_tested_in_a_job_of_its_own(tmp_path: Path) -> None:
+def test_weights_file_is_tested_in_a_job_of_its_own(tmp_path: Path) -> None:
     plain = make_trainer(False)
     trained = make_net()
     plain.fit(trained, DataLoader(DATA, batch_size=4))
@@ -197,7 +197,7 @@ def test_several_training_loaders_are_refused() -> None:
         make_trainer(True).fit(make_net(), both)
 
 
-def test_datasets_that_are_put_side_by_side_train() -> None:
+def test_combined_datasets_train() -> None:
     net = make_net()
     side_by_side = StackDataset(x=TensorDataset(X), y=TensorDataset(X.sum(1, keepdim=True)))
     make_trainer(True).fit(net, DataLoader(side_by_side, batch_size=8))

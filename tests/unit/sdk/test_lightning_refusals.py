@@ -178,14 +178,14 @@ def adds_an_error(module: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, arguments: dict[str, Any], error: str
 ) -> None:
     with pytest.raises((ConfigurationError, RuntimeError), match=error):
         fit(tmp_path, **arguments)
 
 
-def test_metrics_that_keep_more_than_their_states_are_refused(tmp_path: Path) -> None:
+def test_metrics_with_more_than_their_declared_states_are_refused(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torchmetrics import MeanSquaredError, MinMaxMetric
 
@@ -200,13 +200,13 @@ def test_metrics_that_keep_more_than_their_states_are_refused(tmp_path: Path) ->
         fit(tmp_path, callbacks=[ModelCheckpoint(monitor="loss")])
 
 
-def test_a_trainer_without_more_arguments_trains_and_saves_nothing(tmp_path: Path) -> None:
+def test_trainer_without_further_arguments_trains_and_saves_nothing(tmp_path: Path) -> None:
     trainer = fit(tmp_path)
     assert (trainer.global_step, trainer.current_epoch) == (2, 1)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_another_model_other_weights_and_another_fit_are_refused(tmp_path: Path) -> None:
+def test_different_model_checkpoint_path_and_second_fit_are_refused(tmp_path: Path) -> None:
     trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
     trainer.validate(trainer.lightning_module, DataLoader(DATA), verbose=False)
     with pytest.raises(

@@ -63,7 +63,7 @@ def test_a_module_and_a_file_are_planned_and_the_json_has_all_rows(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that_is_reported(
+def test_model_that_needs_values_is_built_with_them_and_that_is_reported(
     tmp_path: Path,
 ) -> None:
     shown = _plan(tmp_path, "training:with_values", "--world-size", "2")
@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
         ),
     ],
 )
-def test_what_cannot_be_planned_is_named(
+def test_model_that_cannot_be_planned_is_named(
     tmp_path: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "training.py").write_text(_MODULE)

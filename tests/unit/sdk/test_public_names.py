@@ -27,12 +27,12 @@ def checked_imports() -> dict[str, str]:
     }
 
 
-def test_every_public_name_is_there_under_its_own_name() -> None:
+def test_every_public_name_exists_under_its_own_name() -> None:
     found = {name: getattr(getattr(shoal, name, None), "__name__", None) for name in shoal.__all__}
     assert found == {name: _ALIASES.get(name, name) for name in shoal.__all__}
 
 
-def test_type_checkers_and_the_interpreter_find_the_same_things() -> None:
+def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
     for name, module in checked_imports().items():
         assert getattr(import_module(module), name) is getattr(shoal, name), name
     assert set(shoal._HOMES) <= set(checked_imports())
@@ -75,12 +75,12 @@ def test_names_and_version_are_listed() -> None:
         "import shoal.launcher.run.agent, shoal.launcher.run.standalone",
     ],
 )
-def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
+def test_modules_that_do_not_need_torch_do_not_import_it(statement: str) -> None:
     code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_the_launcher_starts_workers_before_it_imports_what_is_slow() -> None:
+def test_launcher_starts_workers_before_slow_imports() -> None:
     modules = (
         "shoal.cli.commands.run, shoal.cli.terminal.console, shoal.launcher.run.agent, "
         "shoal.launcher.run.standalone"

@@ -103,7 +103,7 @@ def has(kind: type, *names: str) -> None:
     assert silent == [], kind
 
 
-def test_models_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+def test_models_exist_with_their_methods(subtests: pytest.Subtests) -> None:
     for name in MODELS:
         with subtests.test(name):
             kind = getattr(shoal, f"{name}Model")
@@ -112,7 +112,7 @@ def test_models_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
             has(kind, *MODEL_METHODS)
 
 
-def test_optimizers_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+def test_optimizers_exist_with_their_methods(subtests: pytest.Subtests) -> None:
     for name in OPTIMIZERS:
         with subtests.test(name):
             kind = getattr(shoal, f"{name}Optimizer")
@@ -120,7 +120,7 @@ def test_optimizers_are_there_with_their_methods(subtests: pytest.Subtests) -> N
             has(kind, *OPTIMIZER_METHODS)
 
 
-def test_every_strategys_optimizer_goes_on_with_other_ranks_and_reports_them() -> None:
+def test_every_strategys_optimizer_adapts_to_other_ranks_and_reports_them() -> None:
     for name in strategies.names():
         _, kind = strategies.find(name)
         assert issubclass(kind, shoal.ElasticOptimizer), name
@@ -133,7 +133,7 @@ def test_every_strategys_classes_are_public() -> None:
             assert getattr(shoal, kind.__name__) is kind
 
 
-def test_backends_are_there_with_their_methods(subtests: pytest.Subtests) -> None:
+def test_backends_exist_with_their_methods(subtests: pytest.Subtests) -> None:
     for name in ("InMemory", "MPI", "NCCL", "Gloo"):
         with subtests.test(name):
             kind = getattr(shoal, f"{name}Backend")
@@ -141,7 +141,7 @@ def test_backends_are_there_with_their_methods(subtests: pytest.Subtests) -> Non
             has(kind, *BACKEND_METHODS)
 
 
-def test_compressors_are_there() -> None:
+def test_compressors_exist() -> None:
     has(shoal.GradientCompressor, "compress", "decompress")
     has(shoal.GradientCompressionOptimizer, "step", "zero_grad")
     assert {"fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd"} <= set(
@@ -167,5 +167,5 @@ def test_the_configuration_has_its_presets() -> None:
     } <= fields.keys()
 
 
-def test_the_api_is_there() -> None:
+def test_api_exists() -> None:
     assert [name for name in API if not inspect.getdoc(getattr(shoal, name, None))] == []

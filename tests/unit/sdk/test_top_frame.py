@@ -73,7 +73,7 @@ def lines_of(frames: Frames, *, height: int) -> list[str]:
 
 
 @pytest.mark.parametrize("height", [20, 40])
-def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> None:
+def test_newest_events_fill_the_terminal_and_are_fetched_once(height: int) -> None:
     frames = Frames(FakeClient(), "j", full_screen=True)
     for _ in range(2):
         lines = lines_of(frames, height=height)
@@ -86,7 +86,7 @@ def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> 
     assert not any(line.startswith("old") for line in lines)
 
 
-def test_what_was_known_stays_while_nobody_answers() -> None:
+def test_last_known_state_is_shown_while_nobody_answers() -> None:
     client = FakeClient()
     frames = Frames(client, "j", full_screen=True)
     lines_of(frames, height=30)

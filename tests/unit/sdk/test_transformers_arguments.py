@@ -77,7 +77,7 @@ def make(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, arguments: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=error):
@@ -98,7 +98,7 @@ def test_transformers_own_arguments_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_says(
+def test_transformers_sees_each_worker_as_a_single_process_under_any_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(tmp_path)  # opens a session for a single process
@@ -198,7 +198,7 @@ def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
     assert make(tmp_path.as_uri()).args.output_dir == str(tmp_path)
 
 
-def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
+def test_data_loader_that_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(DATA)
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_under_fp16_a_step_whose_gradients_overflow_counts_and_updates_nothing(
+def test_fp16_step_with_overflowing_gradients_counts_and_updates_nothing(
     tmp_path: Path,
 ) -> None:
     """With fp16, a step whose gradients overflow counts but updates nothing. The test runs in

@@ -81,7 +81,7 @@ def rewarding(directory: Path) -> Any:
         (rewarding, "Rewarding inherits from TRL's RewardTrainer"),
     ],
 )
-def test_what_would_give_wrong_values_is_refused(
+def test_settings_that_would_give_wrong_values_are_refused(
     tmp_path: Path, make: Callable[[Path], Any], error: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=error):
@@ -161,7 +161,7 @@ def test_a_micro_batch_without_trained_tokens_counts_in_the_logged_values(tmp_pa
     assert 0 < logged["entropy"] <= math.log(4) / 2 + 1e-6
 
 
-def test_another_reference_model_is_refused_by_a_joiner_and_at_a_resume() -> None:
+def test_different_reference_model_is_refused_for_a_joiner_and_at_a_resume() -> None:
     from shoal.integrations.trl import _Counted
 
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -58,18 +58,18 @@ def holders_of(
     return newest_of(rows)
 
 
-def test_what_a_rank_that_leaves_holds_is_copied_to_others() -> None:
+def test_shards_of_a_leaving_rank_are_copied_to_others() -> None:
     copies = plan_copies(holders_of(4), range(4), [1])
     assert [(copy.place, copy.sender) for copy in copies] == [(0, 0), (1, 1)]
     assert all(copy.mirror_holder in (2, 3) for copy in copies if copy.place == 0)
     assert all(copy.mirror_holder in (0, 3) for copy in copies if copy.place == 1)
 
 
-def test_nothing_is_copied_where_all_have_all() -> None:
+def test_nothing_is_copied_where_all_ranks_have_everything() -> None:
     assert plan_copies(holders_of(2), range(2), []) == []
 
 
-def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
+def test_copied_shard_is_not_copied_again() -> None:
     first = plan_copies(holders_of(4, gone=[1]), [0, 2, 3], [])
     assert {copy.place for copy in first} == {0, 1}
     assert (
@@ -87,14 +87,12 @@ def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
         holders_of(4, gone=[1, 2])
 
 
-def test_where_nobody_has_reported_a_shard_all_are_lost() -> None:
+def test_all_shards_are_lost_if_none_has_been_reported() -> None:
     with pytest.raises(ShardsLostError, match="no rank holds any shard"):
         holders_of(2, gone=[0, 1])
 
 
-def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank_has_too_many() -> (
-    None
-):
+def test_successive_deaths_spread_copies_over_all_ranks_without_overloading_one() -> None:
     gone: list[int] = []
     copies: list[tuple[int, int]] = []
     for dead in (9, 7, 5, 3):
@@ -117,13 +115,13 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
+def test_own_shards_are_preferred_over_copies_as_sources() -> None:
     now = holders_of(3, copies=[(0, 2)])
     assert now.sources()[0] == [0, 1]
     assert holders_of(3, gone=[0, 1], copies=[(0, 2)]).sources()[0] == [2]
 
 
-def test_what_a_rank_holds_and_copies_of_one_cut_are_reported_as_one() -> None:
+def test_own_shards_and_copies_of_one_cut_are_reported_together() -> None:
     own = RankShards(
         cut=division_cut(Division(world_size=4, shards=4), 2, 3),
         vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}],
@@ -149,13 +147,13 @@ def test_ranks_of_a_mesh_have_places_instead_of_positions() -> None:
     ] == [(places[2], 2, 0), (places[3], 2, 1)]
 
 
-def test_who_has_sent_least_sends_next() -> None:
+def test_rank_that_has_sent_least_sends_next() -> None:
     turns = SendingTurns()
     assert [turns.choose([0, 1], amount) for amount in (10, 3, 3, 3, 3)] == [0, 1, 1, 1, 1]
     assert turns.choose([0, 1]) == 0
 
 
-def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
+def test_mesh_ranks_keep_as_many_copies_as_there_are_shards_left() -> None:
     places = [(0, 0, position) for position in range(8)]
     held = {rank: {places[rank], places[rank - 1]} for rank in range(8)}
     for dead in range(7, 0, -1):
@@ -182,7 +180,7 @@ class TwoRanks(LocalChannel):
 @pytest.mark.parametrize(
     "cut",
     [WHOLE, division_cut(Division(world_size=3, shards=3), 0, 3)],
-    ids=["whole", "a shard is lost"],
+    ids=["complete", "a shard is lost"],
 )
-def test_there_is_nothing_to_copy_of_a_state_that_is_whole_or_lost(cut: Cut) -> None:
+def test_complete_or_lost_state_needs_no_copies(cut: Cut) -> None:
     assert copy_singles([], [RankShards(cut=cut, vectors=[])], [], TwoRanks(), []) is None

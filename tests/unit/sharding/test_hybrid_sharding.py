@@ -49,7 +49,7 @@ def train(
     return model.full_state_dict(), model.get_model_metadata(), held
 
 
-def test_four_ranks_in_two_replicas_train_as_one_process_does_each_with_half_of_the_state() -> None:
+def test_four_ranks_in_two_replicas_train_like_one_process_with_half_of_the_state_each() -> None:
     alone = make()
     optimizer = torch.optim.Adam(alone.parameters(), 0.01)
     for start in [0, 8, 16] * 2:
@@ -101,18 +101,18 @@ def test_deterministic_results_do_not_depend_on_the_replicas() -> None:
         ("abc", 1, 1),
     ],
 )
-def test_replicas_have_a_hosts_ranks_or_more_so_that_they_come_out_even(
+def test_replicas_have_at_least_a_hosts_ranks_and_equal_sizes(
     hosts: str, wanted: int | None, shards: int
 ) -> None:
     assert in_replicas(topology_of(list(hosts)), wanted).shards == shards
 
 
-def test_with_several_replicas_nothing_is_mirrored_and_with_one_every_shard_is() -> None:
+def test_single_replica_is_mirrored_and_several_replicas_are_not() -> None:
     several, one = Division(world_size=4, shards=2), Division(world_size=4, shards=4, stride=2)
     assert [several.held(rank) for rank in range(4)] == [[0], [1], [0], [1]]
     assert [one.held(rank) for rank in range(4)] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
-def test_a_shard_size_that_cannot_be_is_refused() -> None:
+def test_impossible_shard_size_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="shard_size=0: expected"):
         shoal.launch(lambda: train(micro=False, shard_size=0), world_size=1)

@@ -57,7 +57,7 @@ def train(
     return model.full_state_dict()
 
 
-def test_ranks_that_visit_blocks_in_other_orders_are_reported() -> None:
+def test_ranks_that_visit_blocks_in_different_orders_are_reported() -> None:
     with pytest.raises(PreconditionError, match="all blocks in the same order") as caught:
         shoal.launch(
             lambda: train([(0, 1, 2), (1, 0, 2)], shifted=[True, True], strategy="zero3"),
@@ -66,7 +66,7 @@ def test_ranks_that_visit_blocks_in_other_orders_are_reported() -> None:
     assert caught.value.reason == "RANKS_DIVERGED"
 
 
-def test_a_parameter_of_a_block_may_be_used_by_some_ranks_alone() -> None:
+def test_parameter_of_a_block_may_be_used_by_some_ranks_only() -> None:
     torch.manual_seed(0)
     net = Net((0, 1, 2), shifted=True).double()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -90,7 +90,7 @@ def issued(step: int, *collectives: tuple[str, int]) -> bytes:
     return log.encode()
 
 
-def test_after_a_failure_ranks_may_have_come_to_different_points_of_one_order() -> None:
+def test_ranks_may_have_reached_different_points_of_one_order_after_a_failure() -> None:
     first, second = ("gather", 0), ("gather", 1)
     IssuedCollectives.compare(
         [issued(3, first, second), issued(3, first), issued(3), b"", issued(4, second)], "zero3"

@@ -21,7 +21,7 @@ def layout(numel: int, world_size: int) -> UnitLayout:
     new_world=st.integers(1, 6),
     dead=st.integers(0, 4),
 )
-def test_every_element_arrives_wherever_it_is_to_be_held(
+def test_every_element_arrives_at_its_new_holders(
     numel: int, old_world: int, new_world: int, dead: int
 ) -> None:
     old, new = layout(numel, old_world), layout(numel, new_world)

@@ -150,7 +150,7 @@ def train(
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", list(Stage))
-def test_the_result_is_that_of_one_process_on_the_whole_batch(
+def test_result_matches_one_process_on_the_whole_batch(
     stage: Stage, world_size: int, optimizer_class: Any
 ) -> None:
     expected = alone(optimizer_class)
@@ -160,7 +160,7 @@ def test_the_result_is_that_of_one_process_on_the_whole_batch(
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [2, 1]], ids=["a batch each", "a rank without samples"])
-def test_how_many_blocks_are_gathered_ahead_changes_no_bit(counts: list[int]) -> None:
+def test_number_of_prefetched_blocks_changes_no_bit(counts: list[int]) -> None:
     def trained(ahead: int) -> list[dict[str, torch.Tensor]]:
         def body(ranks: RankThread) -> Any:
             return train(
@@ -180,7 +180,7 @@ def test_how_many_blocks_are_gathered_ahead_changes_no_bit(counts: list[int]) ->
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
-def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
+def test_no_more_blocks_are_prefetched_than_configured(ahead: int) -> None:
     most: list[int] = []
 
     def watch(execution: ShardedExecution) -> None:
@@ -238,7 +238,7 @@ def test_a_rank_with_fewer_micro_batches_takes_part_in_the_others_collectives(st
 @pytest.mark.parametrize(
     ("stage", "times"), [(Stage.OPTIMIZER, 2), (Stage.GRADIENTS, 2), (Stage.PARAMETERS, 3)]
 )
-def test_the_bytes_on_the_wire_are_those_of_the_theory(stage: Stage, times: int) -> None:
+def test_bytes_on_the_wire_match_the_theory(stage: Stage, times: int) -> None:
     parameter_bytes = sum(
         p.numel() * p.element_size() for p in make().parameters() if p.requires_grad
     )
@@ -246,7 +246,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_theory(stage: Stage, times: int)
         assert ranks.sent_bytes == pytest.approx(times * parameter_bytes / 2, rel=0.15), stage.name
 
 
-def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> None:
+def test_sharded_parameters_are_held_only_by_their_owners_between_steps() -> None:
     def held(ranks: RankThread) -> tuple[int, int]:
         model = make()
         units = units_of(model, Stage.PARAMETERS)
@@ -265,7 +265,7 @@ def test_sharded_parameters_are_held_by_their_owners_alone_between_steps() -> No
     assert sum(own for _, own in results) == sum(p.numel() for p in make().parameters())
 
 
-def test_sums_that_fail_after_the_step_was_given_up_are_forgotten_like_others() -> None:
+def test_sums_that_fail_after_an_aborted_step_are_forgotten_like_others() -> None:
     class Broken:
         def wait(self) -> bool:
             if given_up:
@@ -290,7 +290,7 @@ def test_sums_that_fail_after_the_step_was_given_up_are_forgotten_like_others() 
     assert not any(unit.has_gradient() for unit in execution.units)
 
 
-def test_the_collectives_of_a_pass_in_which_the_step_was_lost_are_not_repeated_by_others() -> None:
+def test_collectives_of_an_aborted_pass_are_not_repeated_by_other_ranks() -> None:
     class Ranks(RankThread):
         lost = False
 

@@ -105,7 +105,7 @@ def generation(number: int, world_size: int, ranks: RankThread) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
+def test_optimizer_state_survives_dying_ranks(name: str) -> None:
     alone = copy.deepcopy(_START)
     reference = OPTIMIZERS[name](list(alone.parameters()))
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
             )
 
 
-def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
+def test_rank_with_unsharded_state_replaces_the_shards_of_dead_ranks() -> None:
     survivors = [Rank(OPTIMIZERS["momentum"]) for _ in range(2)]
     # ranks 2 and 3 die before rank 1 has begun the step
     survivors[0].state.cut_whole(number=1, rank=0, topology=topology_of(["h"] * 4))
@@ -165,9 +165,7 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
             assert own.state.assemble(LocalChannel())["model"][key].equal(value)
 
 
-def test_after_a_failed_resharding_a_rank_keeps_the_layout_that_the_next_one_can_be_made_from() -> (
-    None
-):
+def test_rank_keeps_its_previous_layout_after_a_failed_resharding() -> None:
     """After a failed resharding, a rank keeps its old cut, so the next resharding can start from
     it."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
@@ -188,7 +186,7 @@ def test_after_a_failed_resharding_a_rank_keeps_the_layout_that_the_next_one_can
     run_ranks(3, again)
 
 
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
+def test_optimizer_that_has_already_stepped_is_refused() -> None:
     parameter = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.Adagrad([parameter])
     check_elementwise(optimizer, elementwise=False)
@@ -199,7 +197,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "abb" + "ccc", "aabbcc", "abbcc", "abcd"])
-def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str) -> None:
+def test_mirror_is_on_another_host_unless_one_host_has_most_ranks(hosts: str) -> None:
     stride = mirror_stride(topology_of(list(hosts)))
     assert all(host != hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
 
@@ -207,7 +205,7 @@ def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str
 @pytest.mark.parametrize(
     ("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)]
 )
-def test_as_few_mirrors_as_can_be_lie_on_their_shards_own_host(hosts: str, together: int) -> None:
+def test_as_few_mirrors_as_possible_are_on_their_shards_own_host(hosts: str, together: int) -> None:
     stride = mirror_stride(topology_of(list(hosts)))
     assert (
         sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))

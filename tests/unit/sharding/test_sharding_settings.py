@@ -78,9 +78,7 @@ def differences(state: State, plain: State) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(
-    strategy: str, plain: State
-) -> None:
+def test_param_dtype_is_used_for_computing_and_not_for_updates(strategy: str, plain: State) -> None:
     def look(model: Any, optimizer: Any) -> Any:
         with inside():
             held = sum(
@@ -104,7 +102,7 @@ def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(
     assert 0 < max(differences(state, plain)) < 5e-3
 
 
-def test_reduce_dtype_is_what_gradients_travel_in(plain: State) -> None:
+def test_reduce_dtype_is_used_for_sending_gradients(plain: State) -> None:
     state, _ = launch("zero2", reduce_dtype=torch.bfloat16)
     assert 0 < max(differences(state, plain)) < 5e-3
 
@@ -166,7 +164,7 @@ def test_offloaded_shards_and_optimizer_state_are_in_files(
     assert max(differences(state, plain)) == 0.0
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wanted(
+def test_disk_that_fills_up_during_a_run_is_named_with_the_requested_size(
     tmp_path: Path,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -191,7 +189,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
     assert placement.empty(1000, torch.float32).sum() == 0
 
 
-def test_the_preset_for_offload_changes_nothing_where_all_is_on_the_host(plain: State) -> None:
+def test_offload_preset_changes_nothing_on_the_host(plain: State) -> None:
     state, _ = launch(
         "zero2", config=shoal.ShardingConfiguration.for_offload(minimum_parameter_group_size=64)
     )
@@ -204,7 +202,7 @@ def refused(strategy: str, match: str, **options: Any) -> None:
         shoal.launch(lambda: shoal.as_distributed(net, strategy=strategy, **options), world_size=1)
 
 
-def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_settings_unknown_to_a_strategy_are_refused_with_a_remedy(tmp_path: Path) -> None:
     refused(
         "ddp",
         r"param_dtype=torch.bfloat16 with strategy='ddp'.*autocast",
@@ -215,7 +213,7 @@ def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_pa
     refused("zero2", r"shard_modules=.*use zero3", shard_modules=[Block])
 
 
-def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_by_value(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused("zero1", "expected a floating-point", param_dtype=torch.int8)
     refused(
@@ -247,7 +245,7 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_on_the_host_are_awaited_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host starts the copies of all gradient shards and then waits only once for the device's
     stream."""
     waits: list[torch.device] = []

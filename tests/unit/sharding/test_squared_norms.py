@@ -32,7 +32,7 @@ def test_squares_beyond_float32_are_summed(length: int) -> None:
     assert squared_norms([]).sum() == 0
 
 
-def test_on_a_device_a_shard_of_any_size_takes_a_few_kernels_and_nobody_waits_for_it() -> None:
+def test_device_shard_of_any_size_takes_a_few_kernels_without_a_host_wait() -> None:
     """The norms of shards of any size need a few kernels and no wait for the device. The meta
     device stands in for a real one: reading a value from it raises an error."""
     shards = [

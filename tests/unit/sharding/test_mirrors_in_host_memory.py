@@ -76,7 +76,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[MarkedMemory]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(
+def test_mirrors_in_host_memory_give_the_same_bits(
     strategy: str, memories: list[MarkedMemory]
 ) -> None:
     here: list[bool] = []
@@ -129,7 +129,9 @@ def train_two(strategy: str, where: str, away: list[bool]) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_so_does_training_of_several_models(strategy: str, memories: list[MarkedMemory]) -> None:
+def test_mirrors_in_host_memory_give_the_same_bits_for_several_models(
+    strategy: str, memories: list[MarkedMemory]
+) -> None:
     expected = shoal.launch(train_two, strategy, "device", [], world_size=3)
     away: list[bool] = []
     assert shoal.launch(train_two, strategy, "host", away, world_size=3) == expected
@@ -138,14 +140,14 @@ def test_so_does_training_of_several_models(strategy: str, memories: list[Marked
     assert all(memory.moves for memory in memories)
 
 
-def test_mirrors_stay_on_a_device_that_is_not_short_of_memory(memories: list[MarkedMemory]) -> None:
+def test_mirrors_stay_on_a_device_with_enough_memory(memories: list[MarkedMemory]) -> None:
     away: list[bool] = []
     shoal.launch(train, "zero2", {}, away, world_size=2)
     assert not any(away)
     assert [memory.moves for memory in memories] == [0, 0]
 
 
-def test_with_offload_it_is_refused() -> None:
+def test_mirrors_in_host_memory_with_offload_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r'mirrors="host" with offload=\'cpu\': .*leave mirrors out'
     ):
@@ -187,7 +189,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
         for strategy in ("zero1", "zero2", "zero3")
     ],
 )
-def test_a_mirror_that_is_away_takes_the_place_of_its_owners_shard(
+def test_mirror_in_host_memory_replaces_its_owners_shard(
     strategy: str, faults: list[str], short_of_memory: MarkedMemory
 ) -> None:
     verdict = oracle.run(

@@ -112,7 +112,7 @@ def test_a_model_on_meta_has_the_plan_of_one_with_values():
     assert make_plan(NanoGpt(), 2) == make_plan(valued, 2)
 
 
-def test_blocks_that_names_do_not_identify_are_found_by_tracing():
+def test_blocks_with_unknown_names_are_found_by_tracing():
     plan = make_plan(
         Odd(), 2, minimum_parameter_group_size=0, example_inputs=(torch.zeros(1, 3, 16),)
     )
@@ -128,7 +128,7 @@ def test_blocks_that_names_do_not_identify_are_found_by_tracing():
     assert named == plan
 
 
-def test_tracing_refuses_what_cannot_run_without_values():
+def test_tracing_refuses_models_that_need_values():
     class Looks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -252,7 +252,7 @@ class Standardized(nn.Conv2d):
         "max_norm", "bag", "unknown",
     ],
 )  # fmt: skip
-def test_what_cannot_be_split_is_refused_with_its_size_and_the_remedy(model, message):
+def test_unsplittable_layers_are_refused_with_the_size_and_the_remedy(model, message):
     with pytest.raises(ConfigurationError, match=message) as refused:
         make_plan(model(), 4)
     assert str(refused.value).startswith("tensor parallelism over 4 ranks cannot split")
@@ -303,7 +303,7 @@ def test_the_remedy_named_helps(model, plan):
         ),
     ],
 )
-def test_a_users_plan_that_cannot_work_is_refused(plan, message):
+def test_invalid_user_plan_is_refused(plan, message):
     with pytest.raises(ConfigurationError, match=message.replace("*", r"\*")):
         make_plan(NanoGpt(), 2, plan=plan, minimum_parameter_group_size=0)
 
@@ -313,7 +313,7 @@ def test_a_split_whose_parts_do_not_fit_its_style_is_refused():
         Split(style=Style.COLUMN, parts=2)
 
 
-def test_what_is_small_is_replicated_and_says_so():
+def test_small_layers_are_replicated_and_reported():
     plan = make_plan(NanoGpt(), 2, minimum_parameter_group_size=10_000)
     assert styles(plan) == {}
     assert {entry.reason.split(" block")[-1] for entry in plan.entries} >= {

@@ -24,7 +24,7 @@ def put_first_on_path(directory: Path, script: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(directory), prepend=":")
 
 
-def test_a_driver_that_finds_its_port_taken_is_started_again(
+def test_driver_whose_port_is_taken_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = shutil.which("chromedriver")
@@ -39,7 +39,7 @@ def test_a_driver_that_finds_its_port_taken_is_started_again(
     assert port > 0
 
 
-def test_one_that_never_listens_is_reported_with_what_it_said(
+def test_driver_that_never_listens_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_first_on_path(tmp_path / "bin", SAYS_TAKEN, monkeypatch)

@@ -74,7 +74,7 @@ def test_every_package_that_make_installs_is_pinned_and_every_pin_is_needed() ->
     assert set(PINNED) - wanted == set(), "not needed: remove them from constraints.txt"
 
 
-def test_what_is_installed_here_is_what_is_pinned() -> None:
+def test_installed_packages_match_the_pins() -> None:
     for name, version in PINNED.items():
         try:
             installed = distribution(name).version

@@ -19,7 +19,7 @@ VARIABLE = re.compile(r"""["'f](SHOAL_[A-Z][A-Z_]*[A-Z])["'=]""")
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_from_the_code_is_what_the_code_gives(name: str) -> None:
+def test_page_generated_from_the_code_is_up_to_date(name: str) -> None:
     assert (REFERENCE / name).read_text() == PAGES[name](), "run make reference"
 
 
@@ -48,7 +48,7 @@ def test_the_api_page_has_each_public_name_once() -> None:
     assert sorted(named) == sorted(shoal.__all__)
 
 
-def test_every_diagram_has_been_drawn_as_it_is() -> None:
+def test_every_drawn_diagram_is_up_to_date() -> None:
     assert {path.stem for path in (DOCS / "diagrams").glob("*.svg")} == set(all_diagrams()), (
         "run python -m docsite.diagrams"
     )
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert pages - decisions - listed == set()
 
 
-def test_lists_stand_apart_from_what_is_before_them() -> None:
+def test_lists_are_separated_from_preceding_text() -> None:
     """A list follows an empty line and is indented by multiples of four spaces. GitHub accepts
     other lists, but the site's Markdown does not."""
     fence = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)

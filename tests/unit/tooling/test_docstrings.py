@@ -56,7 +56,7 @@ def _is_faulty(text: str) -> bool:
 
 
 @pytest.mark.parametrize("folder", _FOLDERS)
-def test_docstrings_can_be_read_alone(folder: str) -> None:
+def test_docstrings_are_self_contained(folder: str) -> None:
     found = []
     for file in sorted((_ROOT / folder).rglob("*.py")):
         if file.stem.endswith(("_pb2", "_pb2_grpc")) or ".venv" in file.parts:
@@ -84,5 +84,5 @@ def test_docstrings_can_be_read_alone(folder: str) -> None:
         ("Number of ranks", True),
     ],
 )
-def test_the_check_itself(text: str, faulty: bool) -> None:
+def test_docstring_check_finds_faulty_ones(text: str, faulty: bool) -> None:
     assert _is_faulty(text) is faulty

@@ -52,7 +52,7 @@ def own_counts(source: str) -> list[str]:
     return found
 
 
-def test_no_example_counts_by_itself() -> None:
+def test_no_example_keeps_its_own_counter() -> None:
     counting = {where: own_counts(source) for where, source in (_SCRIPTS | _SNIPPETS).items()}
     assert {where: counts for where, counts in counting.items() if counts} == {}
 
@@ -66,5 +66,5 @@ def test_no_example_counts_by_itself() -> None:
         "for epoch in loader.epochs(3):\n    for batch in loader:\n        count += 1",
     ],
 )
-def test_a_count_of_a_scripts_own_is_found(source: str) -> None:
+def test_scripts_own_counter_is_found(source: str) -> None:
     assert own_counts(source)

@@ -68,7 +68,7 @@ def machine(python: str = "3.12.3", **installed: str) -> Machine:
     ],
     ids=["columns", "freeze", "json"],
 )
-def test_the_output_of_pip_list_is_read_in_each_of_its_formats(text: str) -> None:
+def test_output_of_pip_list_is_parsed_in_each_of_its_formats(text: str) -> None:
     assert parse_pip_list(text) == {"torch": "2.11.0+cu130", "typing-extensions": "4.12.0"}
 
 
@@ -79,24 +79,24 @@ def test_other_text_is_refused_as_a_pip_list() -> None:
         parse_pip_list("bash: pip: command not found")
 
 
-def test_a_package_that_the_machine_has_in_a_version_that_serves_does_not_travel() -> None:
+def test_suitable_package_on_the_machine_is_not_packed() -> None:
     assert plan(machine(), "grpcio>=1.85") == {"grpcio": "1.85.1", "typing-extensions": "4.16.0"}
     assert plan(machine(**{"typing-extensions": "4.13.2"}), "grpcio>=1.85") == {"grpcio": "1.85.1"}
     assert plan(machine(grpcio="1.86.0"), "grpcio>=1.85") == {}
 
 
-def test_a_package_that_is_too_old_on_the_machine_travels_with_what_it_requires() -> None:
+def test_outdated_package_on_the_machine_is_packed_with_its_requirements() -> None:
     old = machine(grpcio="1.60.0", **{"typing-extensions": "4.12.0"})
     assert plan(old, "grpcio>=1.85") == {"grpcio": "1.85.1", "typing-extensions": "4.16.0"}
 
 
-def test_markers_are_those_of_the_machine_and_extras_count_where_they_are_asked_for() -> None:
+def test_markers_are_evaluated_for_the_machine_and_extras_count_where_requested() -> None:
     assert "backport" in plan(machine("3.11"), "grpcio")
     assert "backport" not in plan(machine("3.12"), "grpcio")
     assert "extra-part" in plan(machine(), "grpcio[all]")
 
 
-def test_a_machine_without_a_torch_that_serves_is_refused() -> None:
+def test_machine_without_a_suitable_torch_is_refused() -> None:
     with pytest.raises(PlanningError, match="torch on the machine: none; expected torch"):
         plan(machine(), "torch>=2.11,<2.14")
     with pytest.raises(PlanningError, match=r"torch on the machine: 2\.9\.0; expected torch"):
@@ -111,7 +111,7 @@ def test_a_package_without_a_pin_is_refused() -> None:
         plan(machine(), "unheard_of")
 
 
-def test_what_a_machine_with_little_but_torch_lacks_is_pinned_and_is_small() -> None:
+def test_packages_missing_beside_torch_are_pinned_and_small() -> None:
     pins = parse_pins((ROOT / "constraints.txt").read_text())
     bare = machine(torch="2.11.0+cu130", numpy="2.5.2", safetensors="0.8.0")
     missing = lacking(required(ROOT), bare, pins=pins, requirements_of=_installed_requirements)
@@ -145,7 +145,7 @@ def kit_of_an_earlier_plan(kit: Path, python: str) -> None:
     (kit / MANIFEST).write_text(json.dumps({"python": python, "wheels": []}))
 
 
-def test_wheels_of_an_earlier_plan_stay_if_they_are_still_wanted(tmp_path: Path) -> None:
+def test_wheels_of_an_earlier_plan_are_kept_if_still_wanted(tmp_path: Path) -> None:
     kit_of_an_earlier_plan(tmp_path, "3.12")
     folder = _open_folder(tmp_path, machine("3.12.3"))
     assert _to_fetch({"grpcio": "1.85.1", "xxhash": "4.1.0"}, folder) == ["xxhash==4.1.0"]
@@ -155,7 +155,7 @@ def test_wheels_of_an_earlier_plan_stay_if_they_are_still_wanted(tmp_path: Path)
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_wheels_for_another_python_and_of_a_plan_that_was_cut_off_are_fetched_anew(
+def test_wheels_for_another_python_or_of_an_interrupted_plan_are_fetched_again(
     tmp_path: Path, finished: bool
 ) -> None:
     kit_of_an_earlier_plan(tmp_path, "3.11" if finished else "3.12")
@@ -194,7 +194,7 @@ def run(directory: Path, *stages: Stage, limit_s: float = 120) -> tuple[bool, st
     return well, (directory / SUMMARY).read_text()
 
 
-def test_stages_write_their_files_and_the_summary_says_what_came_of_each(tmp_path: Path) -> None:
+def test_stages_write_their_files_and_the_summary_reports_each_outcome(tmp_path: Path) -> None:
     failing = (
         "print('===== 1 failed, 2 passed in 3.00s ====='); print('the end'); raise SystemExit(3)"
     )
@@ -214,14 +214,14 @@ def test_stages_write_their_files_and_the_summary_says_what_came_of_each(tmp_pat
     assert (tmp_path / "other.txt").exists()
 
 
-def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
+def test_run_with_only_successful_stages_is_complete(tmp_path: Path) -> None:
     well, summary = run(tmp_path, stage("only", ""))
     assert well
     assert "finished" in summary
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_hanging_stage_is_killed_with_all_its_processes(tmp_path: Path) -> None:
     """A stage that exceeds its limit is killed together with its child, which has its own session
     and ignores SIGINT."""
     deaf = (
@@ -262,7 +262,7 @@ def test_a_stage_is_interrupted_before_it_is_killed_so_that_it_can_report(tmp_pa
 
 
 @pytest.mark.slow
-def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
+def test_stages_together_respect_the_limit_and_those_without_time_are_skipped(
     tmp_path: Path,
 ) -> None:
     begun = time.monotonic()
@@ -274,7 +274,7 @@ def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
     assert "left out  late: only 0 s are left" in summary
 
 
-def test_a_stage_is_left_out_if_the_one_that_it_needs_has_failed(tmp_path: Path) -> None:
+def test_stage_is_skipped_if_one_it_needs_has_failed(tmp_path: Path) -> None:
     _, summary = run(
         tmp_path,
         stage("pair", "raise SystemExit(1)"),
@@ -295,7 +295,7 @@ def test_nothing_runs_after_an_essential_stage_that_failed(tmp_path: Path) -> No
     assert "next" not in summary
 
 
-def test_a_command_that_does_not_exist_is_a_failure_of_its_stage(tmp_path: Path) -> None:
+def test_missing_command_fails_its_stage(tmp_path: Path) -> None:
     absent = Stage(
         name="absent", file="results.txt", limit_s=5, command=[str(tmp_path / "no-python")]
     )
@@ -304,7 +304,7 @@ def test_a_command_that_does_not_exist_is_a_failure_of_its_stage(tmp_path: Path)
     assert "ended     next with status 0" in summary
 
 
-def test_a_run_that_is_cut_off_leaves_the_results_so_far(tmp_path: Path) -> None:
+def test_interrupted_run_keeps_the_results_so_far(tmp_path: Path) -> None:
     output = tmp_path / "results"
     program = (
         "import sys; from pathlib import Path; from gpu_kit.runner import Runner, Stage\n"
@@ -340,7 +340,7 @@ def _kill_writers(file: Path) -> None:
 # --- the existing stages
 
 
-def test_stages_name_tests_that_exist_and_fill_few_files() -> None:
+def test_stages_name_existing_tests_and_produce_few_files() -> None:
     stages = chosen_stages([], Path(sys.executable), Path("results"))
     named = [word for each in stages for word in each.command if word.startswith("tests/")]
     assert len(named) > 5
@@ -365,7 +365,7 @@ def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
     ] == ["pair", "large"]
 
 
-def test_a_stage_that_does_not_exist_is_refused_with_those_that_do() -> None:
+def test_unknown_stage_is_refused_with_the_known_ones() -> None:
     command = [sys.executable, "-m", "gpu_kit", "run", "--stages", "larch"]
     answer = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -390,7 +390,7 @@ def test_a_rehearsal_runs_a_stage_on_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_collects_the_tests_and_measures_at_tiny_sizes(tmp_path: Path) -> None:
+def test_rehearsal_collects_the_tests_and_measures_tiny_sizes(tmp_path: Path) -> None:
     answer = rehearse(tmp_path, "one,shared,checkpoint")
     assert answer.returncode == 0, answer.stdout
     assert "test_graphs_and_memory.py" in (tmp_path / "one.txt").read_text()
@@ -410,7 +410,7 @@ def project(directory: Path, python: str) -> Path:
     return directory
 
 
-def test_the_environment_has_shoal_from_its_sources_with_its_entry_points_and_the_machines_torch(
+def test_environment_has_shoal_from_its_sources_with_entry_points_and_the_machines_torch(
     tmp_path: Path,
 ) -> None:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -9,7 +9,7 @@ import subprocess
 from tests.conftest import heed_interrupts
 
 
-def test_a_process_that_tests_in_the_background_start_ends_on_ctrl_c() -> None:
+def test_process_started_in_the_background_by_a_test_ends_on_ctrl_c() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in such a shell
     try:
         heed_interrupts()

@@ -30,7 +30,7 @@ def test_every_test_that_a_page_names_exists(page: str) -> None:
     assert not missing
 
 
-def test_the_functions_by_which_a_step_is_followed_exist() -> None:
+def test_functions_named_in_the_tour_of_a_step_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (_ROOT / "docs/architecture.md").read_text())
     assert len(named) > 30
     missing = [
@@ -41,7 +41,7 @@ def test_the_functions_by_which_a_step_is_followed_exist() -> None:
     assert not missing
 
 
-def test_a_folders_docstring_is_its_table_of_contents(subtests: pytest.Subtests) -> None:
+def test_docstring_of_a_folder_lists_its_modules(subtests: pytest.Subtests) -> None:
     for folder in _FOLDERS:
         with subtests.test(str(folder.relative_to(_WORKER))):
             docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""

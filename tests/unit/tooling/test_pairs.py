@@ -10,7 +10,7 @@ AXES = {"strategy": ["ddp", "zero1", "zero3"], "micro": [None, 2], "kind": ["a",
 PRODUCT = list(itertools.product(*AXES.values()))
 
 
-def test_all_values_of_different_axes_meet_in_about_as_few_cases_as_can_be() -> None:
+def test_values_of_different_axes_all_meet_in_nearly_as_few_cases_as_possible() -> None:
     chosen = covering(PRODUCT)
     for one, other in itertools.combinations(range(3), 2):
         assert {(case[one], case[other]) for case in chosen} == {
@@ -29,6 +29,6 @@ def test_all_cases_of_the_product_are_run_by_make_test_or_make_parity() -> None:
     assert next(case for case in cases if case.values == also).marks == ()
 
 
-def test_a_case_of_no_product_is_refused() -> None:
+def test_case_outside_the_product_is_refused() -> None:
     with pytest.raises(AssertionError, match="are no cases of"):
         by_pairs(also=[("ddp", 3, "a")], **AXES)

@@ -28,7 +28,7 @@ def test_the_recorded_run_lost_a_worker_and_completed() -> None:
     assert str(_ROOT) not in LINES.read_text()
 
 
-def test_the_picture_is_small_and_has_all_lines_a_text_alternative_and_a_still_form() -> None:
+def test_picture_is_small_and_has_all_lines_an_alternative_text_and_a_static_form() -> None:
     source = PICTURE.read_text()
     assert len(source.encode()) < 150_000
     svg = ElementTree.fromstring(source)
@@ -40,7 +40,7 @@ def test_the_picture_is_small_and_has_all_lines_a_text_alternative_and_a_still_f
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", source)
 
 
-def test_lines_appear_in_order_and_long_ones_are_cut_into_rows() -> None:
+def test_lines_appear_in_order_and_long_ones_are_wrapped() -> None:
     svg = draw([Line(0, 0, "$ a"), Line(0.01, 0, "bb " * 40), Line(60, 1, "<c>")])
     appear = [float(part) for part in re.findall(r"0%,([\d.]+)%\{opacity:0\}", svg)]
     assert len(appear) == 2
@@ -52,7 +52,7 @@ def test_lines_appear_in_order_and_long_ones_are_cut_into_rows() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/README.md"])
-def test_the_pages_show_it_with_a_text_alternative(page: str) -> None:
+def test_pages_show_the_picture_with_an_alternative_text(page: str) -> None:
     text = (_ROOT / page).read_text()
     found = re.search(r"!\[([^\]]{60,})\]\(([\w/]*kill\.svg)\)", text)
     assert found is not None

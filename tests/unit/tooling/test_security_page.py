@@ -52,7 +52,7 @@ def test_the_page_explains_each_role() -> None:
         (shoal_ps_server.settings.parse_command_line, ["--coordinator", "h:1", "--job", "j"]),
     ],
 )
-def test_the_page_has_each_port_and_each_flag_of_security_that_a_service_takes(
+def test_page_has_each_port_and_each_security_flag_of_a_service(
     parse, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags: set[str] = set()
@@ -73,7 +73,7 @@ def test_the_page_has_each_port_and_each_flag_of_security_that_a_service_takes(
     assert {flag for flag in secure if f"`{flag}`" not in PAGE} == set()
 
 
-def test_every_command_that_speaks_to_a_cluster_has_the_flags() -> None:
+def test_every_command_that_contacts_a_cluster_has_the_security_flags() -> None:
     group = get_group(commands.app)
     with_flags = {
         name

@@ -40,7 +40,7 @@ def test_numbers_and_names_may_differ_and_words_may_not(said: str, expected: boo
     assert alike(SHOWN, said) is expected
 
 
-def test_how_many_workers_there_are_is_compared() -> None:
+def test_number_of_workers_is_compared() -> None:
     assert alike(
         "running, generation 1, 3 of 3 workers have a rank\n",
         "running, generation 7, 3 of 3 workers have a rank\n",
@@ -51,12 +51,12 @@ def test_how_many_workers_there_are_is_compared() -> None:
     )
 
 
-def test_dots_stand_for_any_lines() -> None:
+def test_dots_match_any_lines() -> None:
     assert alike("a\n...\nd\n", "a\nb\nc\nd\n")
     assert not alike("a\n...\nd\n", "a\nb\nc\n")
 
 
-def test_a_worker_and_its_launcher_do_not_wait_for_each_other_and_each_has_its_order() -> None:
+def test_worker_and_launcher_lines_are_each_compared_in_their_own_order() -> None:
     shown = (
         "shoal: rank 1 ended\nshoal: went on\n[0]: epoch 9 is done\n...\n[0]: the digest is "
         "3\nshoal: came to its end\n"
@@ -99,7 +99,7 @@ def test_a_file_is_written_and_a_terminal_keeps_its_variables(tmp_path: Path) ->
     ]
 
 
-def test_a_command_beside_one_that_goes_on_is_typed_until_it_prints_what_is_shown(
+def test_command_beside_a_running_one_is_repeated_until_it_prints_the_expected_output(
     tmp_path: Path,
 ) -> None:
     page = """```console title="first terminal"
@@ -119,14 +119,14 @@ over
     assert follow(tmp_path, page).printed[-1][1] == "over\n"
 
 
-def test_what_is_not_shown_or_fails_is_reported_with_what_was_printed(tmp_path: Path) -> None:
+def test_failing_or_unexpected_output_is_reported_with_the_actual_output(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"was to print\nhello\n\nbut printed\nbye"):
         follow(tmp_path, "```console\n$ echo bye\nhello\n```\n")
     with pytest.raises(AssertionError, match="ended with status 3"):
         follow(tmp_path, "```console\n$ (exit 3)\n```\n")
 
 
-def test_what_a_slow_machine_says_beside_it_is_not_compared() -> None:
+def test_additional_lines_of_a_slow_machine_are_ignored() -> None:
     said = (
         "[0]: the others are waiting for rank 1 (vm): it works for 5.9 s of each step, the others "
         "for 7 ms\nshoal: step 256 of 256 (100%), 0:00:00 left\ndone"

@@ -99,7 +99,7 @@ def test_the_page_has_each_timeout_and_no_other() -> None:
     assert sorted(table()) == sorted(SECONDS)
 
 
-def test_the_defaults_on_the_page_are_those_of_the_code(subtests: pytest.Subtests) -> None:
+def test_defaults_on_the_page_match_the_code(subtests: pytest.Subtests) -> None:
     defaults = table()
     for name, expected in SECONDS.items():
         with subtests.test(name):
@@ -109,7 +109,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code(subtests: pytest.Subtest
             )
 
 
-def test_what_the_page_says_in_words_is_so_as_well() -> None:
+def test_prose_of_the_page_matches_the_code() -> None:
     assert writer.DISK_PATIENCE == shards._TIMEOUT
     assert Policy().fresh_generation_ms == 10_000
     for lease_ms, expected in ((500, 50), (3_000, 300), (600_000, 1_000)):

@@ -64,7 +64,7 @@ def test_a_private_name_is_found(line: str) -> None:
     assert list(private_names(ast.parse(line))) != []
 
 
-def test_no_other_module_takes_a_private_name_of_torch() -> None:
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
     found = {
         str(path.relative_to(ROOT)): names
         for path in SOURCES
@@ -73,7 +73,7 @@ def test_no_other_module_takes_a_private_name_of_torch() -> None:
     assert found == {}, "take it from shoal_worker.torch_internals"
 
 
-def test_a_torch_that_lacks_one_fails_the_import_with_its_name(
+def test_torch_without_a_private_name_fails_the_import_with_that_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
@@ -81,7 +81,9 @@ def test_a_torch_that_lacks_one_fails_the_import_with_its_name(
         runpy.run_path(str(INTERNALS))
 
 
-def test_a_torch_beyond_the_tested_ones_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_beyond_the_tested_versions_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     major, minor = TESTED[1]
     monkeypatch.setattr(torch, "__version__", f"{major}.{minor + 1}.0+cpu")
     # exists from 2.15 on
@@ -98,7 +100,7 @@ def test_the_page_on_installing_names_the_expected_versions() -> None:
     assert f"torch {expected_versions()}" in (ROOT / "docs/install.md").read_text()
 
 
-def test_a_world_of_one_thread_has_all_that_torchs_has() -> None:
+def test_world_of_one_thread_has_the_attributes_of_torchs() -> None:
     derived = {"pg_config_info"}  # computed by torch for dumps
     names = {name for name in dir(type(c10d._world)) if not name.startswith("_")} - derived
     assert {name for name in names if not hasattr(World(), name)} == set()

@@ -193,7 +193,7 @@ def test_each_reason_in_the_code_has_an_entry() -> None:
     assert sorted(_in_code() - set(_on_page())) == []
 
 
-def test_the_page_has_no_reason_that_the_code_does_not_give() -> None:
+def test_page_has_no_reason_that_the_code_lacks() -> None:
     assert sorted(set(_on_page()) - _in_code()) == []
 
 
@@ -207,14 +207,14 @@ def test_reasons_are_upper_case_and_fit_an_error_info() -> None:
     ] == []
 
 
-def test_every_entry_of_the_list_has_the_form_that_is_looked_for() -> None:
+def test_every_entry_of_the_list_has_the_expected_form() -> None:
     listed = [
         line for line in _PAGE.partition("\n## Reasons\n")[2].splitlines() if line.startswith("-")
     ]
     assert [line for line in listed if not _ENTRY.fullmatch(line)] == []
 
 
-def test_the_page_names_no_other_reason_anywhere() -> None:
+def test_page_names_no_unlisted_reason_anywhere() -> None:
     """No part of the page names an unknown reason. Other upper-case names on it are those of
     variables or files."""
     known = set(_on_page()) | {
@@ -245,11 +245,11 @@ _VARIABLES: Final = ("SHOAL_", "CUDA_", "GLOO_", "OMP_", "XDG_")
         ("client.stop_job('job', reason='asked to')", set()),
     ],
 )
-def test_each_form_in_which_a_reason_is_given_is_found(source: str, expected: set[str]) -> None:
+def test_each_form_of_giving_a_reason_is_found(source: str, expected: set[str]) -> None:
     assert _given_in(ast.parse(source)) == expected
 
 
-def test_a_form_that_is_not_known_is_no_reason_to_overlook_one() -> None:
+def test_reasons_in_an_unknown_form_are_not_overlooked() -> None:
     with pytest.raises(LookupError, match=re.escape("reason=look_up(error)")):
         _given_in(ast.parse("raise PreconditionError('x', reason=look_up(error))"))
 
@@ -262,7 +262,7 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_each_link_of_the_page_leads_somewhere() -> None:
+def test_each_link_of_the_page_resolves() -> None:
     links = [link.partition("#") for link in re.findall(r"\]\(([^)]*)\)", _PAGE)]
     assert len(links) > 20
     for file, _, anchor in links:

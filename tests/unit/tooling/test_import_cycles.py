@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(
     "package", ["shoal_worker", "shoal_coordinator", "shoal_ps_server", "shoal_common", "shoal"]
 )
-def test_modules_import_each_other_in_no_circle(package: str) -> None:
+def test_modules_have_no_import_cycles(package: str) -> None:
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     # raises CycleError, which names the cycle

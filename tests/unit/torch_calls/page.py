@@ -88,7 +88,7 @@ way, as in torch's own data parallelism.
   to the result of `torch.autograd.grad`. Strategies that shard gradients raise an error
   (`test_gradients_set_by_scripts.py`).
 - **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy in
-  which all ranks take each step together (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under
+  which all ranks take each step together (`test_buffer_rules.py`, `test_buffers.py`). Under
   `local_sgd` the rule applies to each round.
 - **Floating-point buffers** become the weighted mean over all ranks. If all elements are positive
   infinity when `as_distributed` is called, the buffer becomes the minimum over all ranks instead;
@@ -151,7 +151,7 @@ way, as in torch's own data parallelism.
 - Optimizer state may contain tensors, numbers, strings, and lists and dictionaries of these (under
   `tensor`, `pipeline` and `hybrid`, no lists or dictionaries). For anything else, the first step
   raises `STATE_UNSUPPORTED` and names the parameter and the entry
-  (`test_state_that_cannot_travel.py`).
+  (`test_state_that_cannot_be_sent.py`).
 - If a step is aborted, objects passed to `shoal.register_state` return to the state that they had
   before the script received the step's batch.
 - **Non-persistent buffers** (`persistent=False`: tables, masks, random projections) get the values

@@ -137,7 +137,7 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "row", "micro"), _cases())
-def test_torchs_own_calls_are_right_or_name_what_to_call_instead(
+def test_torchs_own_calls_are_correct_or_name_the_alternative(
     kind: str, row: str, micro: bool
 ) -> None:
     for rank, wrong in enumerate(
@@ -148,7 +148,7 @@ def test_torchs_own_calls_are_right_or_name_what_to_call_instead(
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
-def test_the_committed_table_is_that_of_the_calls() -> None:
+def test_committed_table_matches_the_calls() -> None:
     expected = page()
     assert (Path(__file__).parents[3] / "docs" / "torch-calls.md").read_text() == expected, (
         "run python -m tests.unit.torch_calls.page docs/torch-calls.md"
@@ -162,7 +162,7 @@ def test_every_strategy_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_and_not_nought(
+def test_penalty_on_parameters_freed_between_passes_is_refused_instead_of_zero(
     strategy: str,
 ) -> None:
     def rank() -> None:
@@ -182,7 +182,7 @@ def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_an
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_ddp_reduces_gradients_that_were_given_other_memory(micro_batch_size: int | None) -> None:
+def test_ddp_reduces_gradients_moved_to_other_memory(micro_batch_size: int | None) -> None:
     """ddp still reduces gradients after torch's `model.float()` has moved them and the parameters
     to other memory, which loses the hooks of both."""
 

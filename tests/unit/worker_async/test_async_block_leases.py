@@ -139,7 +139,7 @@ def make(job: FakeJob) -> Iterator[Callable[..., CoordinatorLeases]]:
         leases.close()
 
 
-def test_steps_ask_nobody_once_there_is_a_block(job: FakeJob, make) -> None:
+def test_steps_make_no_request_while_a_block_is_leased(job: FakeJob, make) -> None:
     loop = Loop(make(60.0))
     for number in range(4):
         assert loop.step() == number
@@ -153,9 +153,7 @@ def test_steps_ask_nobody_once_there_is_a_block(job: FakeJob, make) -> None:
     assert job.ledgers["a", 0].close().returned[0] == 200
 
 
-def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(
-    job: FakeJob, make
-) -> None:
+def test_slower_worker_returns_batches_it_will_not_reach(job: FakeJob, make) -> None:
     loop = Loop(make(0.6))
     for _ in range(30):
         loop.step()
@@ -167,7 +165,7 @@ def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(
     eventually(lambda: len(job.leased()) <= 25, f"few: {len(job.leased())}")
 
 
-def test_a_worker_that_stalls_gives_back_what_it_has_not_begun(job: FakeJob, make) -> None:
+def test_stalled_worker_returns_batches_it_has_not_started(job: FakeJob, make) -> None:
     loop = Loop(make(0.3))
     for _ in range(10):
         loop.step()
@@ -181,7 +179,7 @@ def test_a_worker_that_stalls_gives_back_what_it_has_not_begun(job: FakeJob, mak
     eventually(lambda: len(job.leased()) > 5, "the next block")
 
 
-def test_a_worker_that_waited_long_for_its_next_batch_did_not_stall(job: FakeJob, make) -> None:
+def test_long_wait_for_the_next_batch_is_not_a_stall(job: FakeJob, make) -> None:
     """A worker that waited long for its next batch keeps that batch. Otherwise all waiting workers
     would pass the last batches around forever."""
     loop = Loop(make(0.1))
@@ -194,7 +192,7 @@ def test_a_worker_that_waited_long_for_its_next_batch_did_not_stall(job: FakeJob
     back.join()
 
 
-def test_what_is_done_between_two_loops_is_no_step(job: FakeJob, make) -> None:
+def test_time_between_two_loops_is_not_a_step(job: FakeJob, make) -> None:
     loop = Loop(make(0.3))
     for _ in range(10):
         loop.step()
@@ -206,7 +204,7 @@ def test_what_is_done_between_two_loops_is_no_step(job: FakeJob, make) -> None:
     eventually(lambda: len(job.leased()) > 20, "a block as large as before")
 
 
-def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob, make) -> None:
+def test_loop_left_with_a_current_batch_keeps_only_that_one(job: FakeJob, make) -> None:
     leases = make(60.0)
     loop = Loop(leases)
     for _ in range(20):
@@ -221,7 +219,7 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
     assert job.leased() == ()
 
 
-def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_reported(job: FakeJob, make) -> None:
+def test_stopped_job_ends_the_wait_and_finished_batches_are_reported(job: FakeJob, make) -> None:
     """A loop's wait for a batch ends when the job is stopped, and the batch in the coordinator's
     late answer is returned."""
     loop = Loop(make(0.0))
@@ -237,7 +235,7 @@ def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_reported(job: FakeJ
     assert job.ledgers["a", 0].close().returned == (3,)
 
 
-def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
+def test_leaving_worker_that_cannot_report_it_leaves_after_some_seconds(
     job: FakeJob, make, monkeypatch
 ) -> None:
     monkeypatch.setattr("shoal_worker.parameter_servers.coordination.leases._LAST_WORD_S", 0.3)
@@ -258,7 +256,7 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
     eventually(lambda: job.leased() == (), "the coordinator to learn of the batches")
 
 
-def test_epochs_and_loaders_in_turns_have_requests_of_their_own(job: FakeJob, make) -> None:
+def test_epochs_and_alternating_loaders_have_separate_requests(job: FakeJob, make) -> None:
     leases = make(60.0)
     # in the second pass the loop is back in the first epoch, as after loading a state
     for _ in range(2):
@@ -273,7 +271,7 @@ def test_epochs_and_loaders_in_turns_have_requests_of_their_own(job: FakeJob, ma
         assert ledger.is_done
 
 
-def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob, make) -> None:
+def test_answer_that_arrives_after_the_loop_was_left_leaks_nothing(job: FakeJob, make) -> None:
     leases = make(60.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 4000}
     held = leases.lease(**place, finished=(), want=4).batches
@@ -289,7 +287,7 @@ def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob,
     assert len(job.ledgers["a", 0].close().returned) == job.ledgers["a", 0].close().dealt - 3
 
 
-def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
+def test_refusal_is_raised_even_with_batches_left(job: FakeJob, make) -> None:
     loop = Loop(make(0.2))
     for _ in range(5):
         loop.step()
@@ -305,7 +303,7 @@ def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
         until_refused()
 
 
-def test_with_batches_out_nobody_waits(job: FakeJob, make) -> None:
+def test_worker_with_leased_batches_does_not_wait(job: FakeJob, make) -> None:
     """A loader that has data workers and still has batches does not wait for more."""
     leases = make(0.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 100}

@@ -14,7 +14,7 @@ from shoal_worker.asynchronous.handover import Handover
 from torch import nn
 
 
-def test_a_worker_does_not_wait_for_the_buffers_of_a_process_that_has_ended(
+def test_worker_does_not_wait_for_the_buffers_of_an_ended_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 finished the script before this worker's first step, and no generation forms."""

@@ -25,7 +25,7 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
     return ServerOptimizer(optimizer, {id(p): f"p{number}" for number, p in enumerate(held)})
 
 
-def test_sgd_goes_with_all_its_settings() -> None:
+def test_sgd_is_sent_with_all_its_settings() -> None:
     spec = server_optimizer(
         torch.optim.SGD(
             parameters(),
@@ -49,7 +49,7 @@ def test_sgd_goes_with_all_its_settings() -> None:
     assert not spec.groups
 
 
-def test_adamw_goes_with_all_its_settings() -> None:
+def test_adamw_is_sent_with_all_its_settings() -> None:
     spec = server_optimizer(
         torch.optim.AdamW(
             parameters(), lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, amsgrad=True
@@ -67,7 +67,7 @@ def test_adamw_goes_with_all_its_settings() -> None:
     }
 
 
-def test_a_learning_rate_in_a_tensor_is_its_value() -> None:
+def test_learning_rate_in_a_tensor_is_sent_as_its_value() -> None:
     spec = server_optimizer(torch.optim.SGD(parameters(), lr=torch.tensor(0.25))).spec
     assert spec.hyperparameters["lr"] == 0.25
 
@@ -121,7 +121,7 @@ def test_an_optimizer_with_momentum_that_servers_would_lose_is_refused(make: Mak
         server_optimizer(optimizer)
 
 
-def test_an_optimizer_whose_momentum_is_none_has_taken_no_step() -> None:
+def test_optimizer_with_empty_momentum_counts_as_unstepped() -> None:
     held = parameters()
     optimizer = torch.optim.SGD(held, 0.1, momentum=0.9)
     optimizer.state[held[0]]["momentum_buffer"] = None
@@ -129,7 +129,7 @@ def test_an_optimizer_whose_momentum_is_none_has_taken_no_step() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop])
-def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
+def test_dtype_that_gives_nan_in_an_optimizer_is_refused_by_name(
     kind: type[torch.optim.Optimizer],
 ) -> None:
     half = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))]
@@ -140,7 +140,7 @@ def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
     server_optimizer(kind([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]))
 
 
-def test_a_weight_decay_that_servers_would_apply_otherwise_is_refused() -> None:
+def test_weight_decay_that_servers_would_apply_differently_is_refused() -> None:
     optimizer = torch.optim.AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
     with pytest.raises(
         ConfigurationError, match="decoupled_weight_decay=False in a parameter group of AdamW"
@@ -148,7 +148,7 @@ def test_a_weight_decay_that_servers_would_apply_otherwise_is_refused() -> None:
         server_optimizer(optimizer)
 
 
-def test_a_change_is_a_revision_and_looking_again_is_none() -> None:
+def test_change_is_one_revision_and_a_second_look_is_none() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=1.0)
     servers = server_optimizer(optimizer)
     assert servers.look().number == 0
@@ -163,7 +163,7 @@ def test_a_change_is_a_revision_and_looking_again_is_none() -> None:
     assert servers.spec.hyperparameters["lr"] == 1.0
 
 
-def test_a_change_goes_to_each_group() -> None:
+def test_change_is_sent_to_each_group() -> None:
     first, second = parameters()
     optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second], "lr": 0.2}])
     servers = server_optimizer(optimizer)
@@ -187,7 +187,7 @@ def test_amsgrad_cannot_change() -> None:
         servers.look()
 
 
-def test_lamb_says_which_tensors_have_several_trust_ratios(
+def test_lamb_reports_tensors_with_several_trust_ratios(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shard_map = coordinator_pb.ShardMap(
@@ -212,7 +212,7 @@ def test_lamb_says_which_tensors_have_several_trust_ratios(
         server_optimizer(RowWiseAdagrad(parameters())).check_layout(shard_map)
 
 
-def test_delay_compensation_goes_with_the_optimizer_and_not_with_maximize() -> None:
+def test_delay_compensation_is_sent_with_the_optimizer_and_refused_with_maximize() -> None:
     held = parameters()
     names = {id(p): f"p{number}" for number, p in enumerate(held)}
     assert (

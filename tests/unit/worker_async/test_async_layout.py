@@ -48,7 +48,7 @@ def tensors() -> list[HostTensor]:
     return [a, b, c]
 
 
-def test_each_server_gets_its_runs_of_elements() -> None:
+def test_each_server_gets_its_ranges_of_elements() -> None:
     declared = tensors()
     first, second = shares(shard_map(addresses={1: "one:1", 0: "zero:1"}), declared)
     assert (first.index, first.address, first.epoch) == (0, "zero:1", 3)
@@ -62,7 +62,7 @@ def test_each_server_gets_its_runs_of_elements() -> None:
     assert alone.gathered(values).tolist() == [9.0, 10.0]
 
 
-def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
+def test_received_values_reach_each_tensor_of_a_partition() -> None:
     declared = tensors()
     packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared)[1].partitions
     targets = {tensor.name: tensor.target() for tensor in declared}
@@ -80,7 +80,7 @@ def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
     ]
 
 
-def test_a_default_device_of_the_scripts_changes_nothing() -> None:
+def test_scripts_default_device_changes_nothing() -> None:
     packed, _ = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared := tensors())[
         1
     ].partitions
@@ -91,7 +91,7 @@ def test_a_default_device_of_the_scripts_changes_nothing() -> None:
         )
 
 
-def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
+def test_tensor_without_a_gradient_is_omitted_from_its_partition() -> None:
     packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), tensors())[1].partitions
     gradients = {"b": torch.tensor([0.5, 0.25]), "c": torch.zeros(2, dtype=torch.float64)}
     assert packed.absent_from(gradients) == (0,)
@@ -100,7 +100,7 @@ def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
     assert packed.places((0,)) == ((2, 4),)
 
 
-def test_a_server_without_a_part_is_left_alone() -> None:
+def test_server_without_a_part_is_not_contacted() -> None:
     assert [
         share.index
         for share in shares(shard_map(addresses={0: "a:1", 1: "b:1", 2: "c:1"}), tensors())

@@ -28,7 +28,7 @@ def three_pushes() -> Ledger:
     return ledger
 
 
-def test_each_push_has_the_next_number_and_names_the_version_that_was_pulled() -> None:
+def test_each_push_has_the_next_number_and_names_the_pulled_version() -> None:
     ledger = Ledger([1])
     assert ledger.next_push(1) == (1, 0)
     pushed(ledger, 1)
@@ -37,7 +37,7 @@ def test_each_push_has_the_next_number_and_names_the_version_that_was_pulled() -
     assert ledger.held(1) == 7
 
 
-def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values() -> None:
+def test_server_that_lost_pushes_is_sent_their_numbers_again_and_its_values_are_pulled() -> None:
     ledger = three_pushes()
     assert ledger.rewind(reported(sequence=1, version=2)) == 2
     assert ledger.next_push(1) == (2, 2)
@@ -45,7 +45,7 @@ def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values
     assert ledger.next_push(2) == (4, 4)
 
 
-def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() -> None:
+def test_pending_push_that_was_applied_is_repeated_under_its_number() -> None:
     ledger = three_pushes()
     assert ledger.rewind(reported(sequence=4, version=5)) == 0
     assert ledger.next_push(1) == (4, 4)
@@ -54,14 +54,14 @@ def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() ->
     assert ledger.ahead(reported(sequence=3, version=4)) == frozenset()
 
 
-def test_values_that_went_back_without_a_lost_push_of_this_worker_are_news() -> None:
+def test_values_that_went_back_without_a_lost_push_of_this_worker_are_new() -> None:
     ledger = three_pushes()
     assert ledger.rewind(reported(sequence=3, version=3)) == 0
     assert ledger.held(1) == 0
     assert ledger.next_push(1) == (4, 3)
 
 
-def test_a_server_without_values_is_given_some_before_a_gradient_is_computed_on_them() -> None:
+def test_server_without_values_is_initialized_before_the_next_gradient() -> None:
     ledger = Ledger([1])
     assert not ledger.has_values(1)
     pulled(ledger, 4, 1)
@@ -70,7 +70,7 @@ def test_a_server_without_values_is_given_some_before_a_gradient_is_computed_on_
     assert ledger.next_push(1) == (1, 4)
 
 
-def test_a_push_is_in_doubt_until_it_is_acknowledged_or_looked_for() -> None:
+def test_push_is_in_doubt_until_it_is_acknowledged_or_looked_up() -> None:
     ledger = three_pushes()
     ledger.begun([1, 2], batch=7)
     pushed(ledger, 2)
@@ -81,7 +81,7 @@ def test_a_push_is_in_doubt_until_it_is_acknowledged_or_looked_for() -> None:
     assert ledger.doubt(1) is None
 
 
-def test_a_batch_that_is_given_up_goes_on_behind_what_the_server_took_of_it() -> None:
+def test_pushes_after_an_abandoned_batch_follow_what_the_server_applied() -> None:
     ledger = three_pushes()
     ledger.follow(reported(sequence=4, version=5))
     assert ledger.next_push(1) == (5, 4)

@@ -30,14 +30,14 @@ def test_an_epoch_is_done_when_its_last_batch_is_finished() -> None:
     assert (after.batches, after.epoch_done) == ((), True)
 
 
-def test_epochs_and_loaders_are_dealt_apart() -> None:
+def test_epochs_and_loaders_are_dealt_separately() -> None:
     leases = LocalLeases()
     ask(leases, want=3)
     assert ask(leases, epoch=1).batches == (0,)
     assert ask(leases, loader="other").batches == (0,)
 
 
-def test_what_is_given_back_comes_again() -> None:
+def test_returned_batches_are_dealt_again() -> None:
     leases = LocalLeases()
     lease = functools.partial(leases.lease, loader="a", epoch=0, batches_in_epoch=4)
     assert lease(finished=(), want=3).batches == (0, 1, 2)

@@ -86,7 +86,7 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"pull_compression": 8}, "pull_compression=8; expected one of fp16, bf16, int8, or None"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         AsyncOptions(**options)
     assert message in str(refusal.value)
@@ -98,7 +98,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
         ({"deterministic": True}, "deterministic=True"),
     ],
 )
-def test_settings_that_need_a_common_step_are_refused(
+def test_settings_that_need_a_synchronous_step_are_refused(
     setting: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError) as refusal:

@@ -211,10 +211,10 @@ def iteration(*, batch: int = 0, pull: bool = True) -> Iteration:
     )
 
 
-def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since() -> None:
+def test_bsp_pulls_nothing_again_that_others_may_have_pushed_to_since() -> None:
     cluster = Cluster()
 
-    def move_while_the_other_goes_on(server: int, what: str) -> None:
+    def move_while_the_other_continues(server: int, what: str) -> None:
         if (server, what) == (1, "pull") and cluster.epoch == 1:
             while (0, "has_read") not in cluster.received:
                 pass  # waits until the other server's thread removes it
@@ -223,14 +223,14 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
             cluster.held[0] = Held(version=9, value=99.0, sequence=cluster.held[0].sequence)
 
     with member_of(cluster) as (servers, parameters):
-        cluster.before = move_while_the_other_goes_on
+        cluster.before = move_while_the_other_continues
         cluster.held[0].value = cluster.held[1].value = 2.0
         servers.exchange(iteration())
         assert [parameters[name].tolist() for name in NAMES] == [[2.0, 2.0], [2.0, 2.0]]
         assert (2, "has_read") in cluster.received
 
 
-def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_pushed_after(
+def test_push_before_a_partition_moved_leaves_no_residual_as_if_pushed_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A push that was given up although its server had applied it is settled as applied. The
@@ -255,9 +255,7 @@ def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_
         assert [applied for partition, applied in settled if partition == 1] == [True, False]
 
 
-def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_again_and_again() -> (
-    None
-):
+def test_partitions_before_a_moving_one_in_a_push_are_not_sent_repeatedly() -> None:
     cluster = Cluster(owners=[0, 0])
     looks: list[int] = []
 
@@ -279,7 +277,7 @@ def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_aga
         assert [each.sequence for each in cluster.held] == [1, 1]
 
 
-def test_a_server_that_has_the_index_of_a_drained_one_is_spoken_to_where_it_is() -> None:
+def test_server_with_the_index_of_a_drained_one_is_contacted_at_its_own_address() -> None:
     cluster = Cluster()
     with member_of(cluster) as (servers, _):
         moved = cluster.shard_map()

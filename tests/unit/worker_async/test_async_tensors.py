@@ -24,7 +24,7 @@ def test_values_are_received_into_the_parameter_itself(dtype: torch.dtype) -> No
     assert torch.equal(tensor.parameter, wanted)
 
 
-def test_a_parameter_in_pieces_goes_through_a_copy() -> None:
+def test_non_contiguous_parameter_uses_a_copy() -> None:
     transposed = torch.arange(6.0).reshape(2, 3).t()
     tensor = host(transposed.clone(memory_format=torch.preserve_format))
     assert not tensor.parameter.is_contiguous()
@@ -35,7 +35,7 @@ def test_a_parameter_in_pieces_goes_through_a_copy() -> None:
     assert torch.equal(tensor.parameter.reshape(-1)[1:], transposed.reshape(-1)[1:])
 
 
-def test_a_parameter_that_got_other_memory_is_received_into_that() -> None:
+def test_parameter_with_replaced_memory_is_received_into_that() -> None:
     tensor = host(torch.zeros(2))
     tensor.target()
     tensor.parameter.data = torch.zeros(2)
@@ -43,13 +43,13 @@ def test_a_parameter_that_got_other_memory_is_received_into_that() -> None:
     assert torch.equal(tensor.parameter, torch.ones(2))
 
 
-def test_a_gradient_is_sent_from_where_it_lies() -> None:
+def test_gradient_is_sent_from_its_own_memory() -> None:
     gradient = torch.arange(3.0)
     (found,) = gradients([host(torch.zeros(3), gradient=gradient)]).values()
     assert found.data_ptr() == gradient.data_ptr()
 
 
-def test_a_gradient_in_pieces_is_copied() -> None:
+def test_non_contiguous_gradient_is_copied() -> None:
     gradient = torch.arange(6.0).reshape(2, 3).t()
     (found,) = gradients([host(torch.zeros(3, 2), gradient=gradient)]).values()
     assert torch.equal(found, gradient.reshape(-1))
@@ -59,7 +59,7 @@ def test_a_parameter_without_gradient_sends_nothing() -> None:
     assert gradients([host(torch.zeros(3))]) == {}
 
 
-def test_a_graph_of_older_values_notices_that_new_ones_came() -> None:
+def test_graph_of_older_values_detects_new_ones() -> None:
     tensor = host(torch.ones(2))
     squared = (tensor.parameter**2).sum()
     publish([tensor])
@@ -67,7 +67,7 @@ def test_a_graph_of_older_values_notices_that_new_ones_came() -> None:
         squared.backward()
 
 
-def test_a_scalar_parameter_and_an_empty_one_are_tensors_like_others() -> None:
+def test_scalar_and_empty_parameters_are_handled_like_others() -> None:
     scalar, empty = host(torch.tensor(2.0)), host(torch.zeros(0, 4))
     assert list(scalar.spec.shape) == []
     assert scalar.target().shape == (1,)
@@ -75,12 +75,12 @@ def test_a_scalar_parameter_and_an_empty_one_are_tensors_like_others() -> None:
     assert empty.target().shape == (0,)
 
 
-def test_a_dtype_that_servers_do_not_hold_is_refused_by_name() -> None:
+def test_dtype_that_servers_do_not_support_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"'layer\.weight' has dtype torch\.complex64"):
         host(torch.zeros(2, dtype=torch.complex64))
 
 
-def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
+def test_parameter_converted_after_the_start_is_refused() -> None:
     tensor = host(torch.zeros(2))
     tensor.parameter.data = tensor.parameter.data.double()
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_is_refused_by_name(poison: float) -> None:
+def test_non_finite_gradient_is_refused_by_name(poison: float) -> None:
     bad = torch.zeros(10)
     bad[3] = poison
     good = HostTensor("good", nn.Parameter(torch.zeros(1)), trained=True)

@@ -14,31 +14,33 @@ _LATE_S = 30.0
 
 
 @pytest.fixture
-def heard() -> Iterator[Future[str]]:
+def handled() -> Iterator[Future[str]]:
     """A future that the handler of SIGUSR1 completes."""
     future: Future[str] = Future()
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: future.set_result("heard"))
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: future.set_result("handled"))
     yield future
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_that_did_not_wake_the_waiting_thread_is_heard(heard: Future[str]) -> None:
+def test_signal_is_handled_although_it_did_not_wake_the_waiting_thread(
+    handled: Future[str],
+) -> None:
     # The signal simulates one that arrives just before the wait begins, which does not wake the
     # main thread.
     late = threading.Timer(
-        _LATE_S, lambda: heard.done() or heard.set_result("only when the wait was over")
+        _LATE_S, lambda: handled.done() or handled.set_result("only when the wait was over")
     )
     late.start()
     elsewhere = threading.Timer(
         0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
     )
     elsewhere.start()
-    wait_for_all([heard])
+    wait_for_all([handled])
     late.cancel()
-    assert heard.result() == "heard"
+    assert handled.result() == "handled"
 
 
-def test_all_are_waited_for_whatever_comes_of_them() -> None:
+def test_all_waits_are_completed_whatever_their_outcome() -> None:
     failing: Future[None] = Future()
     slow: Future[str] = Future()
     failing.set_exception(ValueError("refused"))

@@ -29,7 +29,7 @@ def test_the_optimizer_holds_the_new_parameters() -> None:
     assert not any(tensor.is_meta for tensor in net.state_dict().values())
 
 
-def test_what_was_shared_is_shared_again() -> None:
+def test_shared_tensors_stay_shared() -> None:
     net = on_meta()
     materialize(net, None, torch.device("cpu"))
     assert net[1].weight is net[0].weight

@@ -29,14 +29,14 @@ def test_batches_come_round_by_round_and_the_last_round_of_an_epoch_may_be_short
     assert (answer.batches, answer.epoch_done) == ((), True)
 
 
-def test_an_acknowledgement_that_is_said_again_finishes_no_other_round() -> None:
+def test_repeated_acknowledgement_finishes_no_other_round() -> None:
     _, lease = leases()
     lease(finished=(), want=3)
     assert lease(finished=(0, 1, 2), want=1).batches == (3,)
     assert lease(finished=(0, 1, 2), want=1).batches == (4,)
 
 
-def test_a_round_that_is_left_goes_back_whole_and_comes_again_whole() -> None:
+def test_abandoned_round_is_returned_and_dealt_again_entirely() -> None:
     source, lease = leases()
     lease(finished=(), want=2)
     assert lease(finished=(0,), want=0, at_hand=1).took_back_at_hand
@@ -44,7 +44,7 @@ def test_a_round_that_is_left_goes_back_whole_and_comes_again_whole() -> None:
     assert lease(finished=(), want=9).batches == (0, 1, 2)
 
 
-def test_a_round_whose_last_batch_is_at_hand_may_still_be_finished() -> None:
+def test_round_whose_last_batch_is_current_may_still_be_finished() -> None:
     source, lease = leases()
     lease(finished=(), want=3)
     assert not lease(finished=(0, 1), want=0, at_hand=2).took_back_at_hand
@@ -52,7 +52,7 @@ def test_a_round_whose_last_batch_is_at_hand_may_still_be_finished() -> None:
     assert lease(finished=(2,), want=1).batches == (3,)
 
 
-def test_epochs_and_loaders_have_rounds_of_their_own() -> None:
+def test_epochs_and_loaders_have_separate_rounds() -> None:
     source, lease = leases()
     lease(finished=(), want=1)
     assert source.lease(loader="b", epoch=0, batches_in_epoch=2, finished=(), want=9).batches == (

@@ -26,7 +26,7 @@ def reader() -> Iterator[RowReader]:
 @pytest.mark.parametrize(
     "error", [UnavailableError("away"), CorruptDataError("on the way", reason="CHECKSUM_MISMATCH")]
 )
-def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
+def test_transient_failures_are_retried(reader: RowReader, error: ShoalError) -> None:
     outcomes = [error, error, None]
 
     def attempt() -> str:
@@ -44,7 +44,7 @@ def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
         InvalidRequestError("rows", reason="ROWS_INVALID"),
     ],
 )
-def test_what_no_repetition_cures_is_raised_at_once(reader: RowReader, error: ShoalError) -> None:
+def test_permanent_failures_are_raised_at_once(reader: RowReader, error: ShoalError) -> None:
     attempts: list[int] = []
 
     def attempt() -> None:

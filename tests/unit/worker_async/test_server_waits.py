@@ -63,7 +63,7 @@ def test_a_wait_of_another_thread_is_not_reported() -> None:
         assert waits.now == (0.0, "")
 
 
-def test_other_threads_waits_count_from_where_the_training_thread_waits_for_them() -> None:
+def test_wait_of_another_thread_counts_once_the_training_thread_waits_for_it() -> None:
     clock = Clock()
     waits = ServerWaits(clock)
     with waiting_elsewhere(waits, "server 0"):
@@ -74,7 +74,7 @@ def test_other_threads_waits_count_from_where_the_training_thread_waits_for_them
         assert waits.now == (0.0, "")
 
 
-def test_a_background_thread_that_collects_reports_nothing() -> None:
+def test_collecting_background_thread_reports_nothing() -> None:
     waits, clock = ServerWaits(Clock()), Clock()
     waits._clock = clock
     seen: list[tuple[float, str]] = []
@@ -91,7 +91,7 @@ def test_a_background_thread_that_collects_reports_nothing() -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs_them(
+def test_prefetched_rows_count_as_a_wait_only_once_the_training_thread_needs_them(
     awaited: bool,
 ) -> None:
     asked, over = threading.Event(), threading.Event()

@@ -31,7 +31,7 @@ def values_of(module: SparseEmbedding, ids: list[int]) -> torch.Tensor:
         return module(torch.tensor(ids))
 
 
-def test_it_looks_rows_up_as_an_embedding_does() -> None:
+def test_table_looks_up_rows_like_an_embedding() -> None:
     users = table(100, seed=3)
     weight = torch.from_numpy(
         initial_rows(np.arange(100), 4, seed=3, initializer="normal", scale=0.01)
@@ -42,7 +42,7 @@ def test_it_looks_rows_up_as_an_embedding_does() -> None:
     assert users(ids[:0]).shape == (0, 3, 4)
 
 
-def test_it_works_in_a_compiled_model() -> None:
+def test_table_works_in_a_compiled_model() -> None:
     table = SparseEmbedding(10, 4, name="t", scale=1.0)
     compiled = torch.compile(nn.Sequential(table, nn.Linear(4, 1)), backend="eager")
     for ids in (torch.tensor([1, 2]), torch.tensor([1, 2, 3])):
@@ -62,7 +62,7 @@ def test_any_64_bit_number_is_an_id_unless_the_rows_are_counted() -> None:
         table()(torch.tensor([1.0]))
 
 
-def test_its_steps_are_those_of_torchs_embedding_with_sparse_gradients() -> None:
+def test_steps_match_torchs_embedding_with_sparse_gradients() -> None:
     users = table(50, optimizer=partial(torch.optim.Adagrad, lr=0.3))
     reference = nn.Embedding(50, 4, _weight=values_of(users, list(range(50))))
     plain = torch.optim.Adagrad(reference.parameters(), lr=0.3)
@@ -81,7 +81,7 @@ def test_its_steps_are_those_of_torchs_embedding_with_sparse_gradients() -> None
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_are_those_of_torch(mode: str) -> None:
+def test_bags_match_torchs(mode: str) -> None:
     bags = SparseEmbeddingBag(
         50, 4, name="items", mode=mode, optimizer=partial(torch.optim.SGD, lr=0.5), scale=1.0
     )
@@ -106,7 +106,7 @@ def test_bags_are_those_of_torch(mode: str) -> None:
         )
 
 
-def test_gradients_are_those_that_a_backward_pass_came_to_and_nobody_dropped() -> None:
+def test_gradients_come_only_from_completed_backward_passes_that_were_not_dropped() -> None:
     users = table()
     unused = users(torch.tensor([1, 2]))
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_gradients_are_those_that_a_backward_pass_came_to_and_nobody_dropped() -
     assert (found.ids.tolist(), found.values.tolist()) == ([7], [[2.0] * 4])
 
 
-def test_each_pass_back_through_one_lookup_counts() -> None:
+def test_each_backward_pass_through_one_lookup_counts() -> None:
     users = table()
     output = users(torch.tensor([7]))
     for retained in (True, False):
@@ -134,7 +134,7 @@ def test_each_pass_back_through_one_lookup_counts() -> None:
     assert found.values.tolist() == [[2.0] * 4]
 
 
-def test_it_has_no_parameters_and_nothing_in_the_state_dict() -> None:
+def test_table_has_no_parameters_and_no_entries_in_the_state_dict() -> None:
     model = nn.Sequential(table(), nn.Linear(4, 1))
     assert [name for name, _ in model.named_parameters()] == ["1.weight", "1.bias"]
     assert set(model.state_dict()) == {"1.weight", "1.bias"}
@@ -142,7 +142,7 @@ def test_it_has_no_parameters_and_nothing_in_the_state_dict() -> None:
     assert repr(table(9)) == "SparseEmbedding(9, 4, name='users', optimizer=sgd)"
 
 
-def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
+def test_copy_has_its_own_rows_and_pickling_is_refused() -> None:
     users = table()
     users(torch.tensor([1])).sum().backward()
     users.apply_gradients()
@@ -180,7 +180,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_one_clear_error(change: dict[str, Any], problem: str) -> None:
+def test_invalid_arguments_are_one_clear_error(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         table(**change)
 
@@ -191,7 +191,7 @@ def test_rows_of_zeros_need_no_scale() -> None:
         table(initializer="zeros", scale=0.5)
 
 
-def test_a_table_of_this_process_keeps_all_rows_that_it_may_have() -> None:
+def test_local_table_keeps_all_permitted_rows() -> None:
     users = table(max_rows=1600, buckets=16)
     ids = list(range(1000))
     before = values_of(users, ids)
@@ -201,7 +201,7 @@ def test_a_table_of_this_process_keeps_all_rows_that_it_may_have() -> None:
         assert (values_of(each, ids) != before).all()
 
 
-def test_where_few_rows_are_kept_there_are_few_buckets() -> None:
+def test_small_table_has_few_buckets() -> None:
     assert [table(max_rows=rows).spec.buckets for rows in (3, 1000, 100_000)] == [1, 3, 16]
 
 
@@ -226,7 +226,9 @@ def test_a_large_table_has_more_buckets() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "local_sgd"])
-def test_strategies_without_servers_refuse_it_and_say_which_takes_it(strategy: str) -> None:
+def test_strategies_without_servers_refuse_tables_and_name_one_that_accepts_them(
+    strategy: str,
+) -> None:
     model = nn.Sequential(table(), nn.Linear(4, 1))
     try:
         with pytest.raises(

@@ -87,7 +87,7 @@ def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None
         GlooBackend().initialize(rank=rank, world_size=world_size, store=dist.HashStore())
 
 
-def test_a_timeout_of_nought_is_refused() -> None:
+def test_zero_timeout_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="connect_timeout"):
         GlooBackend().initialize(
             rank=0, world_size=1, store=dist.HashStore(), connect_timeout=timedelta(0)
@@ -138,7 +138,7 @@ def test_a_backend_serves_one_group_only(alone: GlooBackend) -> None:
         alone.initialize(rank=0, world_size=1, store=dist.HashStore())
 
 
-def test_its_state_shows_where_it_is_in_its_life(alone: GlooBackend) -> None:
+def test_state_shows_the_position_in_the_life_cycle(alone: GlooBackend) -> None:
     assert (alone.rank, alone.world_size, alone.is_initialized) == (0, 1, True)
     assert (alone.process_group.rank(), alone.process_group.size()) == (0, 1)
     alone.shutdown()
@@ -148,21 +148,21 @@ def test_its_state_shows_where_it_is_in_its_life(alone: GlooBackend) -> None:
         alone.barrier()
 
 
-def test_the_first_reason_of_an_abort_stays(alone: GlooBackend) -> None:
+def test_first_reason_of_an_abort_is_kept(alone: GlooBackend) -> None:
     alone.abort("generation 7")
     alone.abort("generation 8")
     with pytest.raises(MembershipChanged, match="generation 7"):
         alone.all_reduce(torch.ones(1))
 
 
-def test_a_backend_aborted_before_it_is_initialized_stays_so() -> None:
+def test_backend_aborted_before_initialization_stays_aborted() -> None:
     backend = GlooBackend()
     backend.abort("too late")
     with pytest.raises(PreconditionError):
         backend.initialize(rank=0, world_size=1, store=dist.HashStore())
 
 
-def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
+def test_invalid_arguments_are_named(alone: GlooBackend) -> None:
     grid = torch.ones(2, 2)
     with pytest.raises(InvalidRequestError, match=r"non-contiguous.*\.contiguous\(\)"):
         alone.all_reduce(grid.t())
@@ -193,7 +193,7 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
     assert alone.is_initialized
 
 
-def test_an_unsupported_dtype_is_the_callers_error_and_leaves_the_group_whole(
+def test_unsupported_dtype_is_the_callers_error_and_leaves_the_group_intact(
     alone: GlooBackend,
 ) -> None:
     with pytest.raises(RuntimeError) as caught:

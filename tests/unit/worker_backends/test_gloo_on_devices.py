@@ -66,8 +66,10 @@ def work_of(gloo: Any, order: Written, *, finishes: bool = True) -> Interruptibl
 
 
 @pytest.mark.parametrize("finishes", [True, False])
-@pytest.mark.parametrize("followed", [False, True], ids=["by who waits", "by another thread"])
-def test_what_is_computed_from_a_result_is_in_order_and_each_wait_comes_after_it(
+@pytest.mark.parametrize(
+    "followed", [False, True], ids=["by the waiting thread", "by another thread"]
+)
+def test_each_wait_orders_the_callers_work_after_the_collective(
     finishes: bool, followed: bool
 ) -> None:
     order = Written()
@@ -84,7 +86,7 @@ def test_what_is_computed_from_a_result_is_in_order_and_each_wait_comes_after_it
     assert order.what == [*computed, "after, in the caller", "after, in the caller"]
 
 
-def test_a_collective_that_is_lost_leaves_no_order() -> None:
+def test_lost_collective_leaves_no_order() -> None:
     order = Written()
     work = work_of(native(lambda: False), order)
     work.end("a peer is gone")
@@ -98,7 +100,7 @@ def test_tensors_in_host_memory_need_no_order() -> None:
     assert order_of(()) is None
 
 
-def test_a_message_for_elsewhere_is_put_there_once_when_somebody_waits_for_it() -> None:
+def test_message_to_another_device_is_copied_there_once_when_awaited() -> None:
     host, into = torch.ones(2), torch.zeros(2)
     transfer = SimpleNamespace(wait=lambda timeout: True, source_rank=lambda: 3)
     work = ArrivingElsewhere(transfer, host, into)

@@ -161,7 +161,7 @@ def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() 
     sleeper.join()
 
 
-def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_are_drained() -> None:
+def test_drained_connections_of_an_ended_group_have_nothing_to_read() -> None:
     """Draining the connections of an ended group discards data that arrived before the end, which
     the kernel would otherwise deliver to a later read."""
     before = set(listeners())
@@ -186,7 +186,7 @@ def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_ar
                 sockets.close()
 
 
-def test_connections_are_drained_before_their_copies_are_let_go() -> None:
+def test_connections_are_drained_before_their_copies_are_released() -> None:
     before = set(listeners())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -81,7 +81,7 @@ def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() 
     close(backends)
 
 
-def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
+def test_host_numbers_and_messages_do_not_wait_for_the_device() -> None:
     """Sums between hosts complete while collectives on both devices never end."""
     ranks = Ranks(2)
     backends = ranks.form()
@@ -97,7 +97,7 @@ def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
-def test_parts_are_exchanged_with_equal_sizes_and_without(
+def test_parts_are_exchanged_with_equal_and_unequal_sizes(
     blocking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All-to-all works with equal and with uneven parts. torch raises "operation in progress" for
@@ -158,7 +158,7 @@ def test_an_exchange_of_tensors_that_do_not_match_is_refused(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
+def test_memory_is_unused_by_the_device_once_a_wait_has_failed(seed: int) -> None:
     ranks = Ranks(2, seed)
     backends = ranks.form()
     tensor = torch.ones(3)
@@ -173,7 +173,7 @@ def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
+def test_redo_in_the_next_group_has_exclusive_use_of_the_memory(seed: int) -> None:
     """Leaving an ended group in which no wait was in progress waits until the memory is unused, so
     that the redo in the next group has it exclusively."""
     ranks = Ranks(3, seed)
@@ -196,7 +196,7 @@ def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
     close(again)
 
 
-def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
+def test_missing_peer_ends_a_spinning_collective() -> None:
     """The hosts' own group notices the loss of a peer and ends a spinning collective. NCCL does not
     notice."""
     ranks = Ranks(2)
@@ -210,7 +210,7 @@ def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
     close(backends)
 
 
-def test_a_collective_that_takes_too_long_ends_the_group() -> None:
+def test_collective_beyond_its_timeout_ends_the_group() -> None:
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     with pytest.raises(
@@ -238,7 +238,7 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     close(backends)
 
 
-def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
+def test_heartbeats_continue_during_a_long_abort() -> None:
     """Heartbeats continue during a long abort. Shoal must not query a work at this time: torch 2.11
     would keep the GIL while it waits for a mutex that the abort holds."""
     ranks = Ranks(2)
@@ -286,7 +286,7 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 
 @ends_in_a_thread
-def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
+def test_stuck_abort_ends_the_process_even_with_a_host_blocked_in_the_device() -> None:
     """A stuck abort ends the process even if the main thread is blocked in the device and never
     reaches one of Shoal's waits."""
     ranks = Ranks(2)
@@ -323,7 +323,7 @@ def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
         )
 
 
-def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
+def test_failed_device_does_not_reconnect_forever() -> None:
     ranks = Ranks(2)
     ranks.machine.failed[0] = "unspecified launch failure"
     ended, other = ranks.form(
@@ -338,7 +338,7 @@ def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
 # --- all ranks leave
 
 
-def test_where_all_ranks_leave_the_communicator_is_finalized_and_not_aborted() -> None:
+def test_communicator_is_finalized_instead_of_aborted_when_all_ranks_leave() -> None:
     ranks = Ranks(3)
     backends = ranks.form()
     for work in [started(backend, torch.ones(3)) for backend in backends]:
@@ -353,7 +353,7 @@ def test_where_all_ranks_leave_the_communicator_is_finalized_and_not_aborted() -
         backends[0].all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
+def test_rank_that_leaves_alone_waits_briefly_and_aborts() -> None:
     ranks = Ranks(2)
     backends = ranks.form()
     assert outcome(lambda: leave(backends[0], within=_SHORT)) is False
@@ -363,7 +363,7 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
 
 
 @pytest.mark.parametrize("where", ["in the group", "in a part"])
-def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
+def test_unfinished_collectives_are_aborted_when_all_leave(where: str) -> None:
     """A group that all ranks leave during a step that only one rank has begun is aborted soon. A
     finalization would wait forever for the collective of that step."""
     ranks = Ranks(2)
@@ -380,7 +380,7 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])
-def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
+def test_rank_that_dies_as_all_leave_delays_the_others_only_briefly(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks give up a finalization after a while if another rank dies during it. Nothing can end it
@@ -412,7 +412,7 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     assert not ranks.machine.crashes
 
 
-def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
+def test_abort_after_a_finalization_has_begun_does_nothing() -> None:
     """An abort after a finalization has begun has no effect. torch would pass NCCL a destroyed
     communicator, which would crash the process."""
     ranks = Ranks(2)
@@ -429,7 +429,7 @@ def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
     assert not ranks.machine.crashes
 
 
-def test_a_finalization_after_an_abort_has_begun_is_none() -> None:
+def test_finalization_after_an_abort_has_begun_does_nothing() -> None:
     ranks = Ranks(2)
     backends = ranks.form()
     assert (
@@ -462,7 +462,7 @@ def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> None:
+def test_nccl_error_ends_the_group_and_leaves_memory_unused_by_the_device(seed: int) -> None:
     """An error of NCCL ends the group, and its memory is unused afterwards, although torch reports
     the work as complete while its kernel is still running."""
     ranks = Ranks(2, seed)
@@ -498,7 +498,7 @@ def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> N
         (torch.ones(4, 4).t(), dist.ReduceOp.SUM, "Tensors must be contiguous"),
     ],
 )
-def test_an_argument_that_cannot_work_is_the_callers_mistake_and_the_group_goes_on(
+def test_invalid_argument_is_the_callers_error_and_the_group_stays_usable(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, says: str
 ) -> None:
     ranks = Ranks(2)
@@ -567,7 +567,7 @@ def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
         dist.set_debug_level(level)
 
 
-def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nccl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have NCCL
     with pytest.raises(ConfigurationError, match="this build of torch lacks NCCL"):
         NCCLBackend()
@@ -585,7 +585,7 @@ def test_two_ranks_on_one_device_are_reported_on_both() -> None:
     assert not any(device.natives for device in ranks.devices)  # NCCL was not called
 
 
-def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None:
+def test_absent_peer_is_a_deadline_without_a_call_to_nccl() -> None:
     ranks = Ranks(2)
     backend = ranks.backend(0)
     with pytest.raises(DeadlineError, match=r"ranks .* did not arrive"):
@@ -616,7 +616,7 @@ def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> Non
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
-def test_connecting_ends_at_once_when_it_is_given_up() -> None:
+def test_connecting_ends_at_once_when_given_up() -> None:
     before = nccl_threads()
     ranks = Ranks(2)
     ranks.machine.connecting_held = True
@@ -643,7 +643,7 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
-def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(
+def test_dead_peer_of_a_blocking_communicator_blocks_only_the_connecting_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With blocking communicators, only the connecting thread waits for a dead peer, because
@@ -684,7 +684,7 @@ def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_th
     close(backends)
 
 
-def test_ranks_connect_and_reduce_where_communicators_block(
+def test_ranks_connect_and_reduce_with_blocking_communicators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
@@ -699,7 +699,7 @@ def test_ranks_connect_and_reduce_where_communicators_block(
     close(backends)
 
 
-def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(
+def test_rank_absent_from_a_split_delays_the_others_and_ends_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks that wait for another rank to join a split time out, and no process ends. Aborting the
@@ -731,7 +731,7 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
 
 
 @ends_in_a_thread
-def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(
+def test_stuck_abort_after_a_split_has_the_usual_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
@@ -757,7 +757,7 @@ def nccl_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}
 
 
-def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(
+def test_ranks_that_disagree_on_split_or_connect_are_refused_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FakeCuda, "splits", property(lambda device: device.number == 1))

@@ -25,7 +25,7 @@ _SHORT = timedelta(seconds=0.2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_nothing(
+def test_later_work_finds_the_result_without_a_host_wait(
     seed: int,
 ) -> None:
     ranks = Ranks(3, seed)
@@ -47,7 +47,7 @@ def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_noth
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quiet_then(
+def test_lost_collective_raises_at_the_hosts_wait_once_memory_is_unused(
     seed: int,
 ) -> None:
     ranks = Ranks(2, seed)
@@ -66,7 +66,7 @@ def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quie
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_error_that_nccl_notices_behind_the_order_is_reported_where_the_host_asks(
+def test_nccl_error_behind_the_order_is_reported_at_the_hosts_wait(
     seed: int,
 ) -> None:
     ranks = Ranks(2, seed)
@@ -84,7 +84,7 @@ def test_an_error_that_nccl_notices_behind_the_order_is_reported_where_the_host_
     close(backends)
 
 
-def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
+def test_finished_works_are_released_when_the_next_is_ordered() -> None:
     ranks = Ranks(1)
     (backend,) = ranks.form()
     for _ in range(50):
@@ -93,7 +93,7 @@ def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
     close([backend])
 
 
-def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
+def test_host_blocked_behind_a_collective_is_freed_at_the_timeout() -> None:
     """A host that waits for its device, whose stream waits for a stalled peer, is freed when the
     collective exceeds its timeout."""
     ranks = Ranks(2)
@@ -107,7 +107,7 @@ def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too
     close(backends)
 
 
-def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
+def test_timeout_starts_when_a_collective_is_the_next_to_run() -> None:
     """A collective's timeout begins when the collective is the next to run, so waiting behind
     others does not count."""
     ranks = Ranks(1)
@@ -173,7 +173,7 @@ class Groups:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(seed: int) -> None:
+def test_no_rank_commits_a_step_with_a_lost_collective_in_a_subgroup(seed: int) -> None:
     """No rank closes a step if a collective in a subgroup was lost. The hosts' sum stands in for
     the commit all-reduce, which the hosts reach while the device still runs."""
     made = Groups(3, seed)
@@ -196,7 +196,7 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_caller_that_knows_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
+def test_caller_that_knows_a_group_has_ended_has_exclusive_use_of_the_memory(seed: int) -> None:
     """Once a rank learns that its group has ended, no kernel writes to its tensors, even if another
     thread ended the group."""
     made = Groups(2, seed)
@@ -213,7 +213,7 @@ def test_a_caller_that_knows_that_a_group_is_over_has_the_memory_for_itself(seed
     made.close()
 
 
-def test_waits_of_the_host_are_noted() -> None:
+def test_host_waits_are_recorded() -> None:
     """A wait of the host for a collective is recorded in `Waits`. Heartbeats report these records,
     and other tests check them."""
     ranks = Ranks(2)

@@ -32,14 +32,14 @@ def test_integers_are_reduced_by_every_op(op: Any, expected: list[int]) -> None:
     assert [part.tolist() for part in _INTEGERS] == [[3, 5], [6, 1], [2, 7]]
 
 
-def test_means_and_multiplied_sums() -> None:
+def test_means_and_premultiplied_sums_are_reduced() -> None:
     parts = [part.double() for part in _INTEGERS]
     assert reduce_parts(parts, dist.ReduceOp.AVG).tolist() == [11 / 3, 13 / 3]
     assert reduce_parts(parts, dist._make_nccl_premul_sum(0.5)).tolist() == [5.5, 6.5]
     assert reduce_parts(parts[:1], dist.ReduceOp.SUM).tolist() == [3, 5]
 
 
-def test_sums_go_by_rank() -> None:
+def test_sums_are_in_rank_order() -> None:
     parts = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
     assert reduce_parts(parts, dist.ReduceOp.SUM).item() == 1.0  # ((1e8 + 1) - 1e8) + 1 in float32
 
@@ -65,12 +65,12 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: torch.dtype
         (dist.ReduceOp.MAX, torch.complex64),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(op: Any, dtype: torch.dtype) -> None:
+def test_values_that_cannot_be_reduced_are_refused(op: Any, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=rf"cannot reduce {dtype} with {op_name(op)}"):
         reduce_parts([torch.ones(2, dtype=dtype)] * 2, op)
 
 
-def test_scratch_is_used_again_and_only_by_one_at_a_time() -> None:
+def test_scratch_memory_is_reused_exclusively() -> None:
     scratch = ScratchMemory()
     first, second = (scratch.take((3, 4), torch.float32, CPU) for _ in range(2))
     assert first.data_ptr() != second.data_ptr()

@@ -98,7 +98,7 @@ def test_ranks_that_sum_different_things_are_reported(other: torch.Tensor) -> No
             assert caught.value.reason == "RANKS_DIVERGED"
 
 
-def test_a_rank_that_has_gone_ends_the_sum() -> None:
+def test_departed_rank_ends_the_sum() -> None:
     with connected(2) as (sums, threads):
         waiting = threads.submit(sums[0].all_reduce, torch.ones(4))
         sums[1].close()
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_answer_is_named_after_the_timeout() -> None:
         sums[0].all_reduce(torch.ones(4))
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_absent_rank_is_named() -> None:
     sums = [ShortSums("127.0.0.1", rank, 3) for rank in range(3)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not connect"):
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         one.close()
 
 
-def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
+def test_rank_that_identifies_itself_late_is_accepted() -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
     with (
         ThreadPoolExecutor(2) as threads,
@@ -144,7 +144,7 @@ def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
         one.close()
 
 
-def test_connecting_is_given_up_at_once() -> None:
+def test_connecting_can_be_given_up_at_once() -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(1) as threads:
@@ -172,7 +172,7 @@ def _goes_away(door: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("behaviour", [_says_nothing, _knows_no_token, _goes_away])
-def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socket], None]) -> None:
+def test_connecting_strangers_block_nobody(behaviour: Callable[[socket.socket], None]) -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with (

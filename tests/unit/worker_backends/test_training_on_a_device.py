@@ -158,7 +158,7 @@ def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse:
         ),
     ],
 )
-def test_training_on_devices_comes_to_what_one_process_does(
+def test_training_on_devices_matches_one_process(
     strategy: str, options: dict[str, Any], sparse: bool
 ) -> None:
     trained_as_by_one_process(strategy, options, sparse=sparse)
@@ -173,7 +173,7 @@ def test_training_on_devices_comes_to_what_one_process_does(
         ("zero3", {}, 0),
     ],
 )
-def test_parts_that_are_split_off_train_as_those_that_connect(
+def test_split_groups_train_like_connected_ones(
     strategy: str, options: dict[str, Any], axes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
@@ -194,7 +194,7 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
         ("local_sgd", {"sync_every": 3, "average_optimizer_state": True, "outer_momentum": 0.5}, 0),
     ],
 )
-def test_the_host_waits_for_no_block_in_a_step(
+def test_host_does_not_wait_for_blocks_during_a_step(
     strategy: str, options: dict[str, Any], most: int
 ) -> None:
     """Within a step, the host does not wait for blocks. Between steps it does, for parameters after

@@ -65,7 +65,7 @@ def test_an_average_loads_into_the_plain_module(tmp_path: Path, strategy: str) -
         (2, {"average": 0, "model": 0}, "expected one of them"),
     ],
 )
-def test_an_average_that_the_checkpoint_lacks_is_refused(
+def test_average_missing_from_the_checkpoint_is_refused(
     tmp_path: Path, averages: int, options: dict[str, int], message: str
 ) -> None:
     shoal.launch(lambda: train(tmp_path, "ddp", averages=averages), world_size=1)

@@ -44,7 +44,7 @@ def there(directory: Path) -> list[int]:
         ("max", [None, None, None, None, None], [4, 5]),
     ],
 )
-def test_the_best_one_is_kept_beside_the_newest(
+def test_best_checkpoint_is_kept_beside_the_newest(
     tmp_path: Path, mode: str, metrics: list[float | None], expected: list[int]
 ) -> None:
     for step, metric in enumerate(metrics, start=1):
@@ -52,7 +52,7 @@ def test_the_best_one_is_kept_beside_the_newest(
     assert there(tmp_path) == expected
 
 
-def test_a_better_one_takes_its_place_and_one_that_was_never_written_does_not(
+def test_better_checkpoint_replaces_the_best_unless_it_was_never_written(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, 1, 0.5)
@@ -64,7 +64,7 @@ def test_a_better_one_takes_its_place_and_one_that_was_never_written_does_not(
     assert best(tmp_path) == tmp_path / "step-4"
 
 
-def test_a_step_that_is_saved_again_without_a_metric_stays_the_best(tmp_path: Path) -> None:
+def test_step_saved_again_without_a_metric_stays_the_best(tmp_path: Path) -> None:
     write(tmp_path, 1, 0.9)
     write(tmp_path, 1, None, "")
     for step in (2, 3, 4):
@@ -72,7 +72,7 @@ def test_a_step_that_is_saved_again_without_a_metric_stays_the_best(tmp_path: Pa
     assert there(tmp_path) == [1, 3, 4]
 
 
-def test_each_run_has_a_best_of_its_own(tmp_path: Path) -> None:
+def test_each_run_has_its_own_best_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, 1, 0.9, run="before")
     for step in (2, 3, 4, 5):
         write(tmp_path, step, 1 / step)
@@ -80,14 +80,14 @@ def test_each_run_has_a_best_of_its_own(tmp_path: Path) -> None:
     assert best(tmp_path) == tmp_path / "step-2"
 
 
-def test_where_the_metric_changed_the_newest_one_decides(tmp_path: Path) -> None:
+def test_newest_checkpoint_decides_after_the_metric_changed(tmp_path: Path) -> None:
     write(tmp_path, 1, 0.01, "min")
     write(tmp_path, 2, 0.8, "max")
     write(tmp_path, 3, 0.7, "max")
     assert best(tmp_path) == tmp_path / "step-2"
 
 
-def test_what_is_loaded_is_the_best(tmp_path: Path) -> None:
+def test_best_checkpoint_is_loaded(tmp_path: Path) -> None:
     for step, metric in ((1, 0.2), (2, 0.9), (3, 0.4)):
         write(tmp_path, step, metric)
     assert shoal.load_full_state(tmp_path, best=True)["step"] == 2
@@ -131,7 +131,7 @@ def train(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_a_run_and_its_resumed_part_keep_one_best(tmp_path: Path, strategy: str) -> None:
+def test_run_and_its_resumption_keep_one_best_checkpoint(tmp_path: Path, strategy: str) -> None:
     metrics = [0.1, torch.tensor(0.3), torch.tensor([0.8]), math.nan, 0.5]
     (_, third), *_ = shoal.launch(
         functools.partial(train, strategy, tmp_path, metrics), world_size=2
@@ -163,7 +163,7 @@ def test_a_run_and_its_resumed_part_keep_one_best(tmp_path: Path, strategy: str)
         ),
     ],
 )
-def test_what_is_no_metric_of_all_ranks_is_refused(
+def test_value_that_is_not_a_metric_of_all_ranks_is_refused(
     tmp_path: Path, metric: Any, mode: str | None, named: str
 ) -> None:
     with pytest.raises(shoal.ConfigurationError, match=named):

@@ -67,7 +67,7 @@ def listing(directory):
     return sorted(path.name for path in Path(directory).iterdir())
 
 
-def test_a_checkpoint_comes_back_exactly(tmp_path):
+def test_checkpoint_is_read_back_exactly(tmp_path):
     state = sample_state()
     path = write(tmp_path / "new" / "ckpt", state, 12)
     assert path == tmp_path / "new" / "ckpt" / "step-12"
@@ -77,7 +77,7 @@ def test_a_checkpoint_comes_back_exactly(tmp_path):
     assert back.info.shoal_version
 
 
-def test_what_is_unusual_comes_back_too(tmp_path):
+def test_unusual_values_are_read_back_exactly(tmp_path):
     tied = torch.ones(2)
     state = {
         "whole": torch.arange(3),
@@ -126,14 +126,14 @@ def test_a_models_file_has_the_names_of_its_state_dict_for_any_reader(tmp_path):
     assert listing(path) == ["checkpoint.json", "model.safetensors", "optimizer.safetensors"]
 
 
-def test_the_manifest_is_json_that_a_person_can_read(tmp_path):
+def test_manifest_is_readable_json(tmp_path):
     document = json.loads((write(tmp_path, sample_state()) / "checkpoint.json").read_text())
     assert document["format"] == "shoal-checkpoint"
     assert document["info"]["strategy"] == "ddp"
     assert document["structure"]["sources"]["loader"] == {"epoch": 3, "samples": 40}
 
 
-def test_a_loaded_state_outlives_its_files(tmp_path):
+def test_loaded_state_survives_the_removal_of_its_files(tmp_path):
     state = sample_state()
     path = write(tmp_path, state)
     back = read_checkpoint(path).state
@@ -143,7 +143,7 @@ def test_a_loaded_state_outlives_its_files(tmp_path):
     assert state_digest(back) == state_digest(state)
 
 
-def test_a_snapshot_is_apart_from_the_live_tensors(tmp_path):
+def test_snapshot_is_independent_of_the_live_tensors(tmp_path):
     live = {"model": {"w": torch.ones(3), "t": torch.arange(6.0).reshape(2, 3).t()}}
     snapshot = Snapshot.take(live)
     before = state_digest(live)
@@ -157,7 +157,7 @@ def test_a_snapshot_is_apart_from_the_live_tensors(tmp_path):
 # ------------------------------------------------------------------- the newest, and number to keep
 
 
-def test_the_latest_is_the_highest_step(tmp_path):
+def test_latest_checkpoint_has_the_highest_step(tmp_path):
     assert latest(tmp_path / "nowhere") is None
     assert latest(tmp_path) is None
     for step in (9, 10, 2):
@@ -175,7 +175,7 @@ def test_only_the_newest_are_kept_and_nothing_else_is_touched(tmp_path):
     assert listing(tmp_path) == ["notes.txt", "step-0", "step-4", "step-5"]
 
 
-def test_the_one_written_is_kept_though_older_than_the_rest(tmp_path):
+def test_written_checkpoint_is_kept_though_older_than_the_rest(tmp_path):
     for step in (8, 9):
         write(tmp_path, {"a": step}, step)
     write(tmp_path, {"a": 3}, 3, keep=1)
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path, monkeypatch, exchan
     "error",
     [StaleGenerationError("generation 2 is over"), DeadlineError("the coordinator did not answer")],
 )
-def test_a_writer_that_is_fenced_off_publishes_nothing(tmp_path, error):
+def test_fenced_off_writer_publishes_nothing(tmp_path, error):
     write(tmp_path, {"a": 1}, 1, keep=1)
 
     def fence():
@@ -213,7 +213,7 @@ def test_a_writer_that_is_fenced_off_publishes_nothing(tmp_path, error):
     assert listing(tmp_path) == ["step-1"]
 
 
-def test_a_disk_that_fails_is_reported_and_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failing_disk_is_reported_and_existing_files_stay(tmp_path, monkeypatch):
     write(tmp_path, {"model": torch.ones(3)}, 1, keep=1)
 
     def full(*_args):
@@ -241,7 +241,7 @@ def test_a_tensor_file_that_cannot_grow_is_reported(tmp_path):
     assert listing(tmp_path) == ["step-1"]
 
 
-def test_a_directory_that_cannot_be_is_refused(tmp_path):
+def test_impossible_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="file"):
         write(tmp_path / "file" / "ckpt", {"a": 1})
@@ -272,7 +272,7 @@ def pristine(tmp_path_factory):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_one_flipped_bit_anywhere_is_found_or_changes_nothing(pristine, tmp_path_factory, data):
+def test_one_flipped_bit_anywhere_is_detected_or_changes_nothing(pristine, tmp_path_factory, data):
     damaged = tmp_path_factory.mktemp("damaged") / "step-1"
     shutil.copytree(pristine, damaged)
     file = damaged / data.draw(st.sampled_from(listing(pristine)))
@@ -292,7 +292,7 @@ def test_one_flipped_bit_anywhere_is_found_or_changes_nothing(pristine, tmp_path
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", ["truncated", "emptied", "removed", "longer"])
-def test_a_file_that_is_not_whole_is_found(pristine, tmp_path, name, damage):
+def test_removed_truncated_or_lengthened_file_is_detected(pristine, tmp_path, name, damage):
     damaged = tmp_path / "step-1"
     shutil.copytree(pristine, damaged)
     file = damaged / name
@@ -325,7 +325,7 @@ def edited(pristine, tmp_path, **changes):
 
 
 @pytest.mark.parametrize("changes", [{"version": 3}, {"layout": "dcp"}])
-def test_a_newer_format_is_refused_naming_the_release_that_wrote_it(pristine, tmp_path, changes):
+def test_newer_format_is_refused_with_the_release_that_wrote_it(pristine, tmp_path, changes):
     with pytest.raises(CorruptDataError, match=r"the release that wrote it, 0\.1\.0") as raised:
         read_checkpoint(edited(pristine, tmp_path, **changes))
     assert raised.value.reason == "FILE_NEWER"
@@ -334,14 +334,14 @@ def test_a_newer_format_is_refused_naming_the_release_that_wrote_it(pristine, tm
 @pytest.mark.parametrize(
     "changes", [{"info": {}}, {"structure": {}}, {"files": {}}, {"xxh3_64": None}]
 )
-def test_an_edited_manifest_is_found(pristine, tmp_path, changes):
+def test_edited_manifest_is_detected(pristine, tmp_path, changes):
     with pytest.raises(CorruptDataError) as raised:
         read_checkpoint(edited(pristine, tmp_path, **changes))
     assert raised.value.reason == "FILE_CORRUPT"
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "other"}', "null"])
-def test_what_shoal_did_not_write_is_foreign(tmp_path, text):
+def test_files_not_written_by_shoal_are_foreign(tmp_path, text):
     (tmp_path / "checkpoint.json").write_text(text)
     with pytest.raises(CorruptDataError, match="not a Shoal checkpoint") as raised:
         read_checkpoint(tmp_path)
@@ -351,7 +351,7 @@ def test_what_shoal_did_not_write_is_foreign(tmp_path, text):
 @pytest.mark.parametrize(
     "content", [b"[" * 100_000, b"\xff\xfe", b"{", b'{"a": ' + b"9" * 5000 + b"}"]
 )
-def test_a_manifest_that_is_no_json_is_corrupt(tmp_path, content):
+def test_manifest_that_is_not_json_is_corrupt(tmp_path, content):
     (tmp_path / "checkpoint.json").write_bytes(content)
     with pytest.raises(CorruptDataError, match="cannot be read"):
         read_checkpoint(tmp_path)
@@ -363,7 +363,7 @@ def test_a_directory_without_a_manifest_is_foreign(tmp_path):
             read_checkpoint(path)
 
 
-def test_a_pickle_in_a_checkpoints_place_is_never_loaded(pristine, tmp_path):
+def test_pickle_in_place_of_a_checkpoint_is_never_loaded(pristine, tmp_path):
     trap = tmp_path / "sprung"
 
     class Trap:
@@ -394,7 +394,7 @@ def save_for_ever(directory, step, channel):
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path):
+def test_kill_9_during_saves_always_leaves_a_complete_checkpoint(tmp_path):
     """A writer that is killed at any time leaves a complete checkpoint, even with keep=1, where a
     wrong order of renaming and removing would leave none."""
     # The plain fork method is unsuitable: other tests have left threads in this process, and a fork
@@ -424,7 +424,7 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
     assert listing(tmp_path) == [f"step-{step + 1}"], "leftovers of killed writers are removed"
 
 
-def test_what_a_killed_writer_has_left_makes_room_for_the_next(tmp_path):
+def test_leftovers_of_a_killed_writer_are_removed_by_the_next(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
     (tmp_path / f".step-5.{manifest._host()}.{dead.pid}.{'0' * 32}.tmp").mkdir()
@@ -448,7 +448,7 @@ def test_leftovers_of_other_hosts_and_of_living_processes_are_left_alone(tmp_pat
     assert listing(tmp_path) == sorted([*names, "step-1"])
 
 
-def test_checkpoints_of_another_run_are_neither_pruned_nor_taken_for_ones_own(tmp_path):
+def test_checkpoints_of_another_run_are_neither_pruned_nor_mistaken_for_own_ones(tmp_path):
     for step in (1, 2):
         write(tmp_path, sample_state(), step, run="older")
     for step in (3, 4, 5):

@@ -32,7 +32,7 @@ def save_a_model(directory: Path) -> None:
     saving.CheckpointSaver.of(session).close(saving.DISK_PATIENCE)
 
 
-def test_a_checkpoint_that_is_written_counts_with_its_time(tmp_path: Path) -> None:
+def test_written_checkpoint_is_counted_and_timed(tmp_path: Path) -> None:
     save_a_model(tmp_path)
     assert (
         metric("checkpoints_total", outcome="written"),
@@ -42,7 +42,7 @@ def test_a_checkpoint_that_is_written_counts_with_its_time(tmp_path: Path) -> No
     assert (metric("checkpoint_timestamp_seconds") or 0) > 1.7e9
 
 
-def test_one_that_cannot_be_written_counts_as_failed(tmp_path: Path) -> None:
+def test_checkpoint_that_cannot_be_written_counts_as_failed(tmp_path: Path) -> None:
     """A checkpoint that cannot be written, because a file is in the place of its parent directory,
     counts as failed."""
     place = tmp_path / "checkpoints"

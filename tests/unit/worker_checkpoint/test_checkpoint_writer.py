@@ -85,7 +85,7 @@ def test_an_error_is_raised_once_by_the_next_call_and_logged_at_once(writer, cal
     calls[call]()
 
 
-def test_a_job_that_takes_too_long_is_named_and_goes_on(writer):
+def test_job_that_takes_too_long_is_named_and_continues(writer):
     go, done = threading.Event(), []
     writer.submit(
         lambda: go.wait(20) and done.append(1), what="writing step-7 to ckpt", timeout=SOON
@@ -97,7 +97,7 @@ def test_a_job_that_takes_too_long_is_named_and_goes_on(writer):
     assert done == [1]
 
 
-def test_a_process_that_ends_finishes_the_checkpoint_under_way(tmp_path):
+def test_exiting_process_finishes_the_checkpoint_in_progress(tmp_path):
     program = """
 import sys, threading
 from datetime import timedelta

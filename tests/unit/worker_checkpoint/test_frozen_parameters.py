@@ -94,7 +94,7 @@ def test_a_digest_is_the_sum_over_any_parts(dtype: torch.dtype) -> None:
     assert sum(parts) % 2**64 == part_digest(values, 0)
 
 
-def test_a_digest_shows_changed_and_exchanged_elements_dtypes_and_shapes() -> None:
+def test_digest_detects_changed_and_swapped_elements_dtypes_and_shapes() -> None:
     values = torch.randn(4, 3)
     changed, exchanged = values.clone(), values.clone()
     changed[1, 1] *= -1
@@ -103,7 +103,9 @@ def test_a_digest_shows_changed_and_exchanged_elements_dtypes_and_shapes() -> No
     assert all(describe_values(other) != describe_values(values) for other in others)
 
 
-def test_frozen_values_are_written_once_and_leave_with_the_last_checkpoint(tmp_path: Path) -> None:
+def test_frozen_values_are_written_once_and_removed_with_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     state = launch("ddp", tmp_path, epochs=3, keep=2)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step-4", "step-6"]
@@ -120,7 +122,7 @@ def test_frozen_values_are_written_once_and_leave_with_the_last_checkpoint(tmp_p
     assert_equal(shoal.load_full_state(tmp_path / "elsewhere"), state)
 
 
-def test_without_hard_links_they_are_copied(
+def test_frozen_values_are_copied_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: object) -> None:

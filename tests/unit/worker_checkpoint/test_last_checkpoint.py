@@ -29,7 +29,7 @@ def awaited(path: Path, *, shared: bool, gone: bool, uploads: bool = False) -> N
     _Elsewhere(path, "first", shared=shared, uploads=uploads).wait(session)
 
 
-def test_a_checkpoint_that_is_there_is_not_missed_whoever_has_gone(tmp_path: Path) -> None:
+def test_present_checkpoint_is_not_missed_whoever_has_left(tmp_path: Path) -> None:
     path = tmp_path / "step-7"
     path.mkdir()
     (path / manifest.NAME).write_text("{}")
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_there_is_not_missed_whoever_has_gone(tmp_path: Pat
         awaited(path, shared=shared, gone=True)
 
 
-def test_it_is_waited_for_while_who_completes_it_is_there(tmp_path: Path) -> None:
+def test_checkpoint_is_awaited_while_its_completing_rank_is_alive(tmp_path: Path) -> None:
     path = tmp_path / "step-7"
     later = threading.Timer(0.2, path.mkdir)
     later.start()
@@ -46,13 +46,13 @@ def test_it_is_waited_for_while_who_completes_it_is_there(tmp_path: Path) -> Non
     later.join()
 
 
-def test_it_is_missed_when_who_was_to_complete_it_has_gone(tmp_path: Path) -> None:
+def test_checkpoint_is_missed_when_its_completing_rank_has_left(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="step-7 was abandoned: a worker was lost") as raised:
         awaited(tmp_path / "step-7", shared=True, gone=True)
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
 
 
-def test_in_a_possibly_foreign_directory_nothing_is_missed_unless_an_older_one_of_the_run_is_there(
+def test_nothing_is_missed_in_a_possibly_foreign_directory_without_an_older_checkpoint_of_the_run(
     tmp_path: Path,
 ) -> None:
     awaited(tmp_path / "step-7", shared=False, gone=True)
@@ -63,7 +63,7 @@ def test_in_a_possibly_foreign_directory_nothing_is_missed_unless_an_older_one_o
         awaited(tmp_path / "step-7", shared=False, gone=True)
 
 
-def test_one_that_is_not_uploaded_is_missed_when_who_uploads_it_has_gone(tmp_path: Path) -> None:
+def test_checkpoint_not_uploaded_is_missed_when_its_uploading_rank_has_left(tmp_path: Path) -> None:
     path = tmp_path / "step-7"
     path.mkdir()
     (tmp_path / ".uploaded").write_text("step-6")

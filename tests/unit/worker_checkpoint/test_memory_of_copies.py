@@ -37,7 +37,7 @@ class Training:
         return self.net.weight.detach().clone()
 
 
-def test_the_next_copy_has_the_memory_of_the_last_one(tmp_path: Path) -> None:
+def test_next_copy_reuses_the_memory_of_the_last_one(tmp_path: Path) -> None:
     training = Training()
     weights, memory = [], []
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_the_next_copy_has_the_memory_of_the_last_one(tmp_path: Path) -> None:
         assert torch.equal(read_model(tmp_path / f"step-{step}")["weight"], then)
 
 
-def test_a_copy_that_is_still_being_written_keeps_its_memory(
+def test_copy_still_being_written_keeps_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second save does not wait for the first one to be written. That save must fail, and the

@@ -62,7 +62,7 @@ def cosine_in_each_epoch(directory: Path, stop_at: int | None) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stop_at", [2, 4, 6, 11])
-def test_a_scheduler_made_in_each_epoch_goes_on_with_its_own_state(
+def test_scheduler_created_in_each_epoch_continues_with_its_own_state(
     stop_at: int, world_size: int, tmp_path: Path
 ) -> None:
     whole = shoal.launch(lambda: cosine_in_each_epoch(tmp_path / "none", 10**6), world_size=1)[0]
@@ -95,7 +95,7 @@ def named(scheduler: LRScheduler) -> LRScheduler:
     ],
     ids=["cosine", "average"],
 )
-def test_an_object_made_between_two_batches_is_refused_unless_it_has_a_name(
+def test_object_created_between_two_batches_is_refused_unless_named(
     make: Callable[[Training], object],
 ) -> None:
     with pytest.raises(
@@ -104,13 +104,13 @@ def test_an_object_made_between_two_batches_is_refused_unless_it_has_a_name(
         shoal.launch(lambda: made_at(2, make), world_size=1)
 
 
-def test_an_object_made_between_two_batches_may_be_named() -> None:
+def test_object_created_between_two_batches_may_be_named() -> None:
     shoal.launch(
         lambda: made_at(2, lambda training: named(CosineAnnealingLR(training.raw, 9))), world_size=2
     )
 
 
-def test_an_object_made_in_a_loop_over_torchs_own_loader_is_refused_unless_it_has_a_name() -> None:
+def test_object_created_in_a_loop_over_torchs_own_loader_is_refused_unless_named() -> None:
     def rank() -> None:
         training = Training()
         training.step(torch.ones(4, 2))
@@ -122,7 +122,7 @@ def test_an_object_made_in_a_loop_over_torchs_own_loader_is_refused_unless_it_ha
         shoal.launch(rank, world_size=1)
 
 
-def test_a_state_that_no_object_claims_is_reported_and_given_to_none_that_is_made_later(
+def test_unclaimed_state_is_reported_and_not_given_to_later_objects(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def save() -> None:
@@ -154,7 +154,7 @@ def test_a_state_that_no_object_claims_is_reported_and_given_to_none_that_is_mad
 
 
 @pytest.mark.parametrize("names", [(None, None), ("one", "two")])
-def test_a_loader_that_the_script_has_let_go_of_is_not_trained_on_again_after_a_resume(
+def test_loader_that_the_script_has_released_is_not_trained_on_after_a_resume(
     names: tuple[str | None, ...], tmp_path: Path
 ) -> None:
     def rank(stop_at: int | None) -> int:
@@ -177,7 +177,7 @@ def test_a_loader_that_the_script_has_let_go_of_is_not_trained_on_again_after_a_
     assert shoal.launch(lambda: rank(None), world_size=1) == [STEPS_AN_EPOCH - 1]
 
 
-def test_a_second_loader_under_the_name_of_one_that_is_gone_is_refused() -> None:
+def test_second_loader_with_the_name_of_a_released_one_is_refused() -> None:
     def rank() -> None:
         training = Training()
         for _ in range(2):

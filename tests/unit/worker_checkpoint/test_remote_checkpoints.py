@@ -77,7 +77,7 @@ def test_a_url_is_distinguished_from_a_path(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["checkpoints", "/tmp/a", "a:b/c", "file:///tmp/a", Path("x/y")])
-def test_a_path_is_no_url(path: str | Path) -> None:
+def test_path_is_not_a_url(path: str | Path) -> None:
     assert not is_url(path)
 
 
@@ -105,14 +105,14 @@ def test_a_file_url_of_another_machine_is_refused() -> None:
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/a", Path("gs://bucket/a"), "file:///a"])
-def test_files_that_grow_during_a_run_cannot_be_at_a_url(place: str | Path) -> None:
+def test_files_that_grow_during_a_run_are_refused_at_a_url(place: str | Path) -> None:
     url = str(place).replace(":/b", "://b").replace("file:///", "file://")
     with pytest.raises(ConfigurationError, match=f"--record-dir {url}: expected a directory"):
         local_directory(place, "--record-dir")
 
 
 @pytest.mark.parametrize("path", ["logs", "/logs/a:b", Path("a:b/logs"), "C:/logs"])
-def test_other_directories_of_such_files_are_accepted(path: str | Path) -> None:
+def test_other_directories_for_growing_files_are_accepted(path: str | Path) -> None:
     assert local_directory(path, "--record-dir") == Path(path)
 
 
@@ -126,7 +126,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("gib", [1, 70, 100, 250])
-def test_an_object_of_larger_parts_is_sent_in_fewer_at_a_time(gib: int) -> None:
+def test_fewer_parts_are_sent_concurrently_if_they_are_larger(gib: int) -> None:
     size = gib << 30
     parts = ObjectFolder(URL.replace("memory", "s3"))._sent_parts(size)
     assert size / parts["chunksize"] < 10_000  # the most that S3 accepts
@@ -171,7 +171,7 @@ def test_the_manifest_is_written_last_and_removed_first(
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_an_upload_that_ends_at_any_object_leaves_no_checkpoint(
+def test_upload_interrupted_at_any_object_leaves_no_checkpoint(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """The next upload of the run removes what is left."""
@@ -202,7 +202,7 @@ def test_an_upload_that_ends_at_any_object_leaves_no_checkpoint(
     assert {key.partition("/")[0] for key in keys(storage)} == {"newest.json", "step-3"}
 
 
-def test_what_another_run_uploads_is_not_removed(storage: Any, tmp_path: Path) -> None:
+def test_upload_of_another_run_is_not_removed(storage: Any, tmp_path: Path) -> None:
     storage.pipe_file("bucket/run/step-1/uploading.json", b'{"run": "other"}')
     storage.pipe_file("bucket/run/step-1/model.safetensors", b"half")
     upload(local(tmp_path, 2))
@@ -236,7 +236,7 @@ def test_a_changed_description_is_uploaded_without_the_files(
     assert fetched.info.stopped_early == "loader"
 
 
-def test_a_damaged_object_is_found(storage: Any, tmp_path: Path) -> None:
+def test_damaged_object_is_detected(storage: Any, tmp_path: Path) -> None:
     upload(local(tmp_path, 1))
     content = storage.cat_file("bucket/run/step-1/model.safetensors")
     storage.pipe_file("bucket/run/step-1/model.safetensors", content[:-1] + b"x")
@@ -314,7 +314,7 @@ def test_a_run_resumes_from_a_url(strategy: str, storage: Any, tmp_path: Path) -
     assert not list((tmp_path / "staging").glob("load-*"))
 
 
-def test_a_relative_staging_directory_is_that_of_the_moment_when_shoal_starts(
+def test_relative_staging_directory_is_resolved_when_shoal_starts(
     storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -334,7 +334,7 @@ def test_a_relative_staging_directory_is_that_of_the_moment_when_shoal_starts(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_removed_checkpoint_does_not_come_back_from_the_local_disk(
+def test_removed_checkpoint_does_not_return_from_the_local_disk(
     storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shoal.launch(lambda: train("ddp", URL, steps=4), world_size=1)
@@ -378,7 +378,7 @@ def test_a_model_is_saved_to_and_loaded_from_a_url(storage: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["resume", "save_checkpoint"])
-def test_all_ranks_raise_what_the_storage_refuses(
+def test_storage_errors_are_raised_on_all_ranks(
     call: str, storage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(self: Any, *args: Any, **kw: Any) -> Any:

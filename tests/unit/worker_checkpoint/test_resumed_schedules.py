@@ -44,7 +44,7 @@ def train(directory: Path, loop: str, stop_at: int | None) -> list[float]:
 
 @pytest.mark.parametrize("loop", ["epochs", "range"])
 @pytest.mark.parametrize("stop_at", [3, 4])
-def test_a_resumed_run_has_the_learning_rates_of_one_that_was_not_stopped(
+def test_resumed_run_has_the_learning_rates_of_an_uninterrupted_one(
     loop: str, stop_at: int, tmp_path: Path
 ) -> None:
     (before,) = shoal.launch(lambda: train(tmp_path, loop, stop_at), world_size=1)

@@ -70,7 +70,7 @@ def pieces(found: Any) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 3, 4, 5, 8, 12])
-def test_any_number_of_buckets_is_made_of_any_other(tmp_path: Path, buckets: int) -> None:
+def test_any_number_of_buckets_can_be_rebuilt_from_any_other(tmp_path: Path, buckets: int) -> None:
     found = saved(tmp_path, 4)
     found.check(Store(buckets).declared())
     for table in NAMES:
@@ -89,7 +89,7 @@ def test_any_number_of_buckets_is_made_of_any_other(tmp_path: Path, buckets: int
             )
 
 
-def test_a_table_of_any_name_has_files_of_its_own() -> None:
+def test_table_of_any_name_has_its_own_files() -> None:
     names = ["users", "a/b", "a_b", "a b", "ü", "x" * 512, "x" * 511, "..", "user-clicks"]
     files = {file_name(name, 0, 4) for name in names}
     assert len(files) == len(names)
@@ -98,7 +98,7 @@ def test_a_table_of_any_name_has_files_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 100, -1])
-def test_a_file_that_was_changed_is_refused(tmp_path: Path, at: int) -> None:
+def test_changed_file_is_refused(tmp_path: Path, at: int) -> None:
     found = saved(tmp_path, 2)
     file = tmp_path / f"{file_name('users', 1, 2)}.safetensors"
     data = bytearray(file.read_bytes())
@@ -111,7 +111,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path, at: int) -> None:
         found.verify()
 
 
-def test_a_file_that_is_missing_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_missing_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     found = saved(tmp_path, 2)
     (tmp_path / f"{file_name('users', 0, 2)}.safetensors").unlink()
     with pytest.raises(CorruptDataError, match="cannot be read"):

@@ -144,7 +144,7 @@ def test_each_rank_writes_its_own_shard(saved: tuple[Path, dict[str, Any]]) -> N
     assert listing(path.parent) == [path.name]
 
 
-def test_a_plain_module_loads_it(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_plain_module_loads_a_sharded_checkpoint(saved: tuple[Path, dict[str, Any]]) -> None:
     path, state = saved
     net = Net()
     net.load_state_dict(shoal.load_full_state(path.parent))
@@ -169,7 +169,7 @@ def test_torchs_own_checkpoint_reader_reads_the_shards(saved: tuple[Path, dict[s
     )
 
 
-def test_the_state_is_as_if_it_had_been_gathered(tmp_path: Path) -> None:
+def test_sharded_state_equals_the_gathered_one(tmp_path: Path) -> None:
     for name, options in (("gathered", {"sharded": False}), ("parts", {})):
         shoal.launch(
             lambda name=name, options=options: train("zero2", tmp_path / name, **options),
@@ -203,7 +203,7 @@ def _loads() -> list[Any]:
 
 
 @pytest.mark.parametrize(("saver", "savers", "reader", "readers"), _loads())
-def test_any_strategy_and_world_size_loads_what_any_other_saved(
+def test_any_strategy_and_world_size_loads_the_checkpoint_of_any_other(
     tmp_path: Path, saver: str, savers: int, reader: str, readers: int
 ) -> None:
     (expected, *_) = shoal.launch(train, saver, tmp_path, world_size=savers)
@@ -214,14 +214,14 @@ def test_any_strategy_and_world_size_loads_what_any_other_saved(
         assert_alike(found, expected)
 
 
-def test_training_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_training_resumes_as_if_uninterrupted(tmp_path: Path) -> None:
     expected, *_ = shoal.launch(train, "zero1", tmp_path / "through", 2 * STEPS, world_size=2)
     shoal.launch(train, "zero3", tmp_path / "halves", world_size=2)
     found, *_ = shoal.launch(train, "zero1", tmp_path / "halves", 2 * STEPS, world_size=2)
     assert_alike(found, expected)
 
 
-def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(
+def test_directory_not_shared_by_all_ranks_is_refused_or_written_by_the_first_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On separate machines, one path is a different directory for each rank. Here, each rank gets a
@@ -247,7 +247,7 @@ def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_one_flipped_bit_or_a_cut_anywhere_is_found(
+def test_one_flipped_bit_or_truncation_anywhere_is_detected(
     saved: tuple[Path, dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
     data: st.DataObject,
@@ -275,7 +275,7 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(
     "damage",
     ["a shard is missing", "a shard is another's", "the mark is missing", "the mark is cut"],
 )
-def test_what_is_not_complete_is_reported(
+def test_incomplete_checkpoint_is_reported(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str
 ) -> None:
     damaged = tmp_path / saved[0].name
@@ -332,7 +332,7 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
         (_with_a_span_of_nothing, "is incomplete or invalid"),
     ],
 )
-def test_a_manifest_that_lies_is_reported(
+def test_inconsistent_manifest_is_reported(
     saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], message: str
 ) -> None:
     damaged = tmp_path / saved[0].name
@@ -345,7 +345,7 @@ def test_a_manifest_that_lies_is_reported(
         read_checkpoint(damaged)
 
 
-def test_where_there_is_none_that_is_reported(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(shoal.ConfigurationError, match="there is no checkpoint"):
         shoal.load_full_state(tmp_path)
 
@@ -353,7 +353,7 @@ def test_where_there_is_none_that_is_reported(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- faults
 
 
-def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: Path) -> None:
+def test_save_at_the_end_of_a_launch_is_complete_when_launch_returns(tmp_path: Path) -> None:
     def only_save() -> None:
         model, optimizer, loader = make("zero3")
         for x, y in loader:
@@ -386,7 +386,7 @@ def complete(directory: Path, mine: Shards, others: Shards | None, **options: An
     return write_sharded(temporary, mine, INFO, **settings)
 
 
-def test_shards_make_up_the_whole_and_replace_older_checkpoints(tmp_path: Path) -> None:
+def test_shards_form_a_complete_checkpoint_and_replace_older_ones(tmp_path: Path) -> None:
     (tmp_path / "step-6").mkdir()
     # the result is a path
     shutil.copy(
@@ -403,7 +403,7 @@ def test_shards_make_up_the_whole_and_replace_older_checkpoints(tmp_path: Path) 
     assert listing(tmp_path) == ["step-7"]
 
 
-def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_with_it(
+def test_rank_that_leaves_before_its_shard_is_written_invalidates_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     assert complete(tmp_path, shards_of(0), None) is None
@@ -423,7 +423,7 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-def test_a_rank_whose_full_disk_has_no_room_for_the_error_is_named(tmp_path: Path) -> None:
+def test_rank_whose_full_disk_cannot_even_store_the_error_is_named(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -441,7 +441,7 @@ def test_a_rank_whose_full_disk_has_no_room_for_the_error_is_named(tmp_path: Pat
     assert listing(tmp_path) == []
 
 
-def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(
+def test_rank_that_cannot_write_its_shard_fails_before_others_can_read_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorded time of a rank's failure is before its peers could read of it. The launcher uses
@@ -456,7 +456,7 @@ def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_i
     assert raised.value.failed_at <= noted_at[0]
 
 
-def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_reported(
+def test_failure_of_the_first_rank_to_write_its_shard_has_the_time_of_the_failure(
     tmp_path: Path,
 ) -> None:
     temporary = begin(tmp_path, INFO.step)
@@ -470,7 +470,7 @@ def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is
 
 
 @pytest.mark.parametrize("strategy", IN_PARTS)
-def test_a_save_does_not_assemble_the_optimizers_state_first(
+def test_save_does_not_first_assemble_the_optimizer_state(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assembled: list[str] = []
@@ -495,7 +495,7 @@ def test_a_save_does_not_assemble_the_optimizers_state_first(
     assert read_checkpoint(tmp_path / "step-4").info.world_size == 2
 
 
-def test_whatever_keeps_a_rank_from_writing_its_shard_is_reported_at_once(tmp_path: Path) -> None:
+def test_any_obstacle_to_writing_a_shard_is_reported_at_once(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
     writer = CheckpointWriter()
@@ -513,7 +513,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_reported_at_once(tmp_pa
         writer.wait(timedelta(seconds=30))
 
 
-def test_ranks_whose_states_differ_are_reported_when_they_save(tmp_path: Path) -> None:
+def test_ranks_with_different_states_are_reported_when_they_save(tmp_path: Path) -> None:
     with pytest.raises(
         shoal.UnavailableError,
         match="do not add up to tensor 'mine'; did the ranks register different state",
@@ -522,7 +522,7 @@ def test_ranks_whose_states_differ_are_reported_when_they_save(tmp_path: Path) -
     assert listing(tmp_path) == []
 
 
-def test_a_first_rank_that_is_fenced_off_publishes_nothing(tmp_path: Path) -> None:
+def test_fenced_off_first_rank_publishes_nothing(tmp_path: Path) -> None:
     def fence() -> None:
         raise shoal.StaleGenerationError("generation 1 is over")
 
@@ -531,14 +531,14 @@ def test_a_first_rank_that_is_fenced_off_publishes_nothing(tmp_path: Path) -> No
     assert listing(tmp_path) == []
 
 
-def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
+def test_shard_of_an_abandoned_checkpoint_is_dropped(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     temporary.rmdir()
     shards_of(1).write_aside(temporary)
     assert listing(tmp_path) == []
 
 
-def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(
+def test_abandoned_checkpoint_disappears_at_once_for_writing_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abandoned checkpoint is renamed before it is removed. A rank that found it half removed

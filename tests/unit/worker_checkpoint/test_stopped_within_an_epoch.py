@@ -54,7 +54,7 @@ def train(
 @pytest.mark.parametrize(
     "stops", [(4, 9, 17, None), (11, 16, None)], ids=["within epochs", "between epochs as well"]
 )
-def test_a_script_that_breaks_out_of_its_loops_and_saves_behind_them_goes_on_within_the_epoch(
+def test_script_that_breaks_out_of_its_loops_and_saves_afterwards_resumes_within_the_epoch(
     stops: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []

@@ -30,7 +30,7 @@ def small_limit() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
+def test_safetensors_reads_every_dtype_and_shape(tmp_path: Path) -> None:
     tensors = {
         f"{shape}/{str(dtype).removeprefix('torch.')}": torch.arange(torch.Size(shape).numel())
         .reshape(shape)
@@ -51,7 +51,7 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
         assert opened.metadata() == {"ünï": 'a "quoted" line\n'}
 
 
-def test_tensors_that_take_many_blocks_are_unchanged(
+def test_tensors_of_many_blocks_are_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_writer, "_BLOCK", 1000)
@@ -76,15 +76,13 @@ def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     assert torch.equal(load_file(path)["a"], torch.zeros(3))
 
 
-def test_a_file_that_becomes_too_large_is_an_error_of_the_disk(
-    tmp_path: Path, small_limit: None
-) -> None:
+def test_file_that_becomes_too_large_is_a_disk_error(tmp_path: Path, small_limit: None) -> None:
     """The kernel writes only a part of the last block before it reports the error."""
     with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
         write_tensor_file(tmp_path / "file.safetensors", {"a": torch.ones(1 << 19)})
 
 
-def test_a_full_disk_is_an_error_of_the_disk(tmp_path: Path) -> None:
+def test_full_disk_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "full.safetensors").symlink_to("/dev/full")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         write_tensor_file(tmp_path / "full.safetensors", {"a": torch.ones(10)})

@@ -155,7 +155,7 @@ def test_a_failed_upload_is_repeated_after_the_next_save(
     assert storage.steps() == ["step-1", "step-2"]
 
 
-def test_a_storage_that_fails_for_a_moment_fails_no_upload(
+def test_transient_storage_failure_fails_no_upload(
     storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
@@ -180,7 +180,7 @@ def test_a_refused_upload_is_raised_once(storage: Storage, tmp_path: Path) -> No
     run.uploads.check()
 
 
-def test_a_checkpoint_that_a_dead_process_left_is_uploaded_too(
+def test_checkpoint_left_by_a_dead_process_is_uploaded_too(
     storage: Storage, tmp_path: Path
 ) -> None:
     dead = Run(tmp_path, patience_s=0.01)
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_a_dead_process_left_is_uploaded_too(
     assert storage.steps() == ["step-1", "step-2"]
 
 
-def test_a_damaged_checkpoint_does_not_hold_back_the_next(
+def test_damaged_checkpoint_does_not_delay_the_next(
     storage: Storage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)

@@ -42,7 +42,7 @@ def train(strategy: str) -> shoal.ShardedModel:
 @pytest.mark.parametrize(
     "strategy", [*STRATEGIES, "zero1", "zero2", "hsdp", "local_sgd", "pipeline", "hybrid"]
 )
-def test_a_relative_directory_is_that_of_the_call(
+def test_relative_directory_is_resolved_at_the_call(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -96,7 +96,7 @@ def test_ranks_that_save_a_model_to_different_paths_are_reported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_relative_directory_of_tensorboard_is_that_of_the_call(
+def test_relative_directory_of_tensorboard_is_resolved_at_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
@@ -116,7 +116,7 @@ def test_a_relative_directory_of_tensorboard_is_that_of_the_call(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_umask_says_who_may_read_a_checkpoint(
+def test_umask_determines_the_permissions_of_a_checkpoint(
     strategy: str, tmp_path: Path, umask_022: None
 ) -> None:
     def rank() -> None:

@@ -28,7 +28,7 @@ def operation(body: Any) -> Any:
     return session.operation("a test", body)
 
 
-def test_a_write_that_takes_longer_than_a_collective_may_loses_no_rank() -> None:
+def test_write_longer_than_the_timeout_of_a_collective_loses_no_rank() -> None:
     def rank() -> bool:
         writer = CheckpointWriter()
         if shoal.rank() == 1:
@@ -41,13 +41,13 @@ def test_a_write_that_takes_longer_than_a_collective_may_loses_no_rank() -> None
     assert shoal.launch(rank, world_size=2, timeout=COLLECTIVE) == [False, False]
 
 
-def test_what_the_first_rank_reads_is_its_own() -> None:
+def test_only_the_first_rank_gets_the_value_it_reads() -> None:
     assert shoal.launch(
         lambda: operation(lambda channel: on_first(channel, lambda: "read")), world_size=3
     ) == ["read", None, None]
 
 
-def test_what_reading_raises_is_raised_on_the_rank_that_reads() -> None:
+def test_error_while_reading_is_raised_on_the_reading_rank() -> None:
     def read() -> None:
         raise CorruptDataError("damaged")
 
@@ -69,7 +69,7 @@ def test_a_disk_that_never_answers_is_given_up() -> None:
         never.set()
 
 
-def test_a_disk_that_is_waited_for_is_named(
+def test_slow_disk_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.5)

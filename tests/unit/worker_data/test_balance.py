@@ -16,7 +16,7 @@ RANKS = 3
 
 @pytest.mark.parametrize("costs", [(1.0, 1.0), (1.0, 4.0), (3.0, 1.0, 1.5), (0.01, 7.0, 0.3)])
 @pytest.mark.parametrize("items", range(14))
-def test_no_division_ends_sooner(items, costs):
+def test_no_other_division_finishes_sooner(items, costs):
     parts = divided(items, costs)
     assert sum(parts) == items
     least = 1 if items >= len(costs) else 0
@@ -54,11 +54,11 @@ def test_costs_are_the_measured_times():
     assert agreed_costs(_summed(*measured), 2) == (0.5, 0.25)
 
 
-def test_nothing_is_agreed_while_a_rank_has_timed_nothing():
+def test_nothing_is_agreed_until_every_rank_has_timed_a_step():
     assert agreed_costs(_summed(Times(0.5, None), Times(None, None)), 2) is None
 
 
-def test_a_set_speed_replaces_all_measured_times():
+def test_configured_speed_replaces_all_measured_times():
     assert agreed_costs(_summed(Times(0.5, None), Times(0.1, 0.25)), 2) == (1.0, 4.0)
 
 
@@ -74,7 +74,7 @@ def test_a_sum_has_the_same_bits_in_every_order():
     assert len(sums) == 1
 
 
-def test_exchanges_become_rare():
+def test_exchanges_become_less_frequent():
     assert [n for n in range(50) if exchanges_after(n)] == [4, 8, 16, 32, 48]
 
 
@@ -189,7 +189,7 @@ def test_the_log_compares_the_slow_rank_with_the_others(make_rank, clock, caplog
     assert "now dealt by speed: 10, 2; a step takes about 58 % less time" in message
 
 
-def test_waits_for_peers_are_not_work(make_rank, clock):
+def test_waits_for_peers_do_not_count_as_work(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0))
     for rank, work in zip(world.ranks, world.seconds, strict=True):
 
@@ -217,7 +217,7 @@ def test_parts_are_equal_again_when_the_slow_rank_recovers(make_rank, clock):
     assert counts[-1] == [4, 4, 4]
 
 
-def test_a_new_generation_begins_with_equal_parts(make_rank, clock):
+def test_new_generation_starts_with_equal_parts(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0))
     for _ in range(6):
         world.step()
@@ -232,7 +232,7 @@ def test_a_failed_exchange_changes_nothing(make_rank, clock):
     assert [world.step() for _ in range(10)] == [[4, 4, 4]] * 10
 
 
-def test_by_default_the_parts_are_equal_and_nothing_is_exchanged(make_rank, clock):
+def test_default_parts_are_equal_and_nothing_is_exchanged(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0), balance=False)
     for rank in world.ranks:
         rank.session.sum_numbers = None
@@ -240,7 +240,7 @@ def test_by_default_the_parts_are_equal_and_nothing_is_exchanged(make_rank, cloc
 
 
 @pytest.mark.parametrize("round_steps", [1, 3, 5, 8])
-def test_ranks_that_step_alone_are_dealt_by_speed_after_a_round(make_rank, clock, round_steps):
+def test_local_sgd_ranks_are_dealt_by_speed_after_a_round(make_rank, clock, round_steps):
     world = World(make_rank, clock, (1.0, 1.0, 4.0), round_steps=round_steps)
     counts = [world.step() for _ in range(24)]
     # steps 2 and 3 are the first that are timed
@@ -249,7 +249,7 @@ def test_ranks_that_step_alone_are_dealt_by_speed_after_a_round(make_rank, clock
     assert counts[first:] in ([[5, 5, 2]] * (24 - first), [[6, 5, 1]] * (24 - first))
 
 
-def test_ranks_that_step_alone_use_set_speeds_after_their_first_round(make_rank, clock):
+def test_local_sgd_ranks_use_configured_speeds_after_their_first_round(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 1.0), round_steps=2)
     world.ranks[2].session.speed = 0.25
     counts = [world.step() for _ in range(4)]
@@ -257,7 +257,7 @@ def test_ranks_that_step_alone_use_set_speeds_after_their_first_round(make_rank,
     assert counts[2:] in ([[5, 5, 2]] * 2, [[6, 5, 1]] * 2)
 
 
-def test_a_round_in_a_new_generation_begins_with_equal_parts(make_rank, clock):
+def test_round_in_a_new_generation_starts_with_equal_parts(make_rank, clock):
     world = World(make_rank, clock, (1.0, 1.0, 4.0), round_steps=4)
     for _ in range(6):
         world.step()
@@ -289,7 +289,7 @@ def test_plain_batches_cannot_be_balanced():
         ElasticDataLoader(torch.arange(8), global_batch_size=4, balance=True)
 
 
-def test_shares_show_that_a_rank_gets_no_micro_batch():
+def test_shares_show_a_rank_without_micro_batches():
     def shares(global_batch_size, samples, dealt):
         return [
             balance.Balance(

@@ -82,7 +82,7 @@ def test_a_redo_draws_the_same_numbers(session):
         assert torch.equal(next(iterator), next(iterator))
 
 
-def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_was_made(session):
+def test_numbers_drawn_in_the_loop_depend_only_on_the_step(session):
     def drawn(workers):
         loader = noisy(num_workers=workers)
         loop = []
@@ -120,7 +120,7 @@ def test_a_collate_function_draws_keyed_numbers_too(session):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_getitems_is_used_where_the_dataset_has_it(session, workers):
+def test_getitems_is_used_if_the_dataset_has_it(session, workers):
     class Batched(Noisy):
         def __getitems__(self, indices):
             assert isinstance(indices, list)
@@ -130,7 +130,7 @@ def test_getitems_is_used_where_the_dataset_has_it(session, workers):
     assert next(iter(loader)).tolist() == [0, 10, 20, 30]
 
 
-def test_the_ranks_may_change_while_batches_are_made_ahead(session):
+def test_ranks_may_change_while_batches_are_prefetched(session):
     loader = ElasticDataLoader(list(range(40)), global_batch_size=4, shuffle=False, num_workers=2)
     iterator = iter(loader)
     seen = [next(iterator).tolist()]
@@ -146,7 +146,7 @@ def test_the_ranks_may_change_while_batches_are_made_ahead(session):
     assert _children() == workers, "the data workers have not been restarted"
 
 
-def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(session):
+def test_prefetch_continues_in_a_generation_that_keeps_this_ranks_place(session):
     made = []
     fetcher = Fetcher(list(range(4)), collate_fn=list, num_workers=1, pin_memory=False)
     requests = [Request(epoch=0, indices=(i,), key=(i,)) for i in range(3)]
@@ -171,7 +171,7 @@ def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(session
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(
+def test_loop_can_be_reentered_where_an_error_in_the_dataset_ended_it(
     session, workers, tmp_path, monkeypatch
 ):
     # how long torch waits for a worker that was not asked to end
@@ -194,7 +194,7 @@ def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_wa
     assert time.monotonic() - started < 50, "the data workers end without a timeout"
 
 
-def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(session):
+def test_no_data_worker_remains_when_an_iteration_ends_or_is_left(session):
     before = _children()
     loader = noisy(num_workers=2)
     run_epoch(loader, session)
@@ -213,7 +213,7 @@ def test_an_evaluation_loader_uses_data_workers_and_ends_them(session):
     assert _children() == before
 
 
-def test_batches_are_pinned_only_where_there_is_an_accelerator(session):
+def test_batches_are_pinned_only_with_an_accelerator(session):
     loader = noisy(pin_memory=True)
     assert next(iter(loader)).is_pinned() == torch.accelerator.is_available()
 
@@ -268,7 +268,7 @@ def _children():
     return {child.pid for child in _workers(os.getpid())}
 
 
-def test_a_tensor_dataset_gives_the_batches_that_stacking_its_rows_gives():
+def test_tensor_dataset_gives_the_same_batches_as_stacking_its_rows():
     """A TensorDataset gives the same batches as stacking its rows. A plain one is indexed by the
     whole batch at once, a subclass is not."""
 

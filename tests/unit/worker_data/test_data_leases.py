@@ -33,7 +33,7 @@ def members(make_rank, coordinator):
     return start
 
 
-def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
+def test_one_member_gets_every_batch_once_with_one_call_per_step(alone):
     loader = make()
     seen = []
     for batch in loader:
@@ -51,14 +51,14 @@ def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
     assert len(alone.calls_of("end_epoch")) == 1
 
 
-def test_a_leased_batch_weighs_for_itself(alone):
+def test_leased_batch_is_weighted_by_itself(alone):
     next(iter(make()))
     share = alone.calls_of("assign")[0][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (3.0, 3.0, None)
     assert alone.calls_of("micro") == [("micro", 0, 3.0, (0, 0, 0, 0))]
 
 
-def test_a_lost_batch_is_handed_out_again_without_a_new_lease(alone):
+def test_lost_batch_is_dealt_again_without_a_new_lease(alone):
     iterator = iter(make())
     assert next(iterator).tolist() == [0, 1, 2]
     assert next(iterator).tolist() == [0, 1, 2]
@@ -77,7 +77,7 @@ def test_a_dead_members_batches_are_dealt_again(members, coordinator):
     assert sorted(seen) == [[3, 4, 5], [6, 7, 8], [9]]
 
 
-def test_a_member_waits_at_the_end_of_an_epoch_for_batches_that_may_come_back(members, coordinator):
+def test_member_at_the_end_of_an_epoch_waits_for_batches_that_may_be_returned(members, coordinator):
     one, two = members(2, n=6)
     assert (one.take(), two.take()) == ([0, 1, 2], [3, 4, 5])
     one.commit()
@@ -97,7 +97,7 @@ def test_a_member_waits_at_the_end_of_an_epoch_for_batches_that_may_come_back(me
     assert one.take() is None
 
 
-def test_leaving_the_loop_acknowledges_what_was_finished(alone, coordinator):
+def test_leaving_the_loop_acknowledges_finished_batches(alone, coordinator):
     loader = make(3)
     for _ in loader:
         loader.committed(alone.placement)
@@ -106,7 +106,7 @@ def test_leaving_the_loop_acknowledges_what_was_finished(alone, coordinator):
     assert coordinator.held == {0: {}}
 
 
-def test_leaving_the_loop_gives_back_what_was_leased_ahead(members, coordinator):
+def test_leaving_the_loop_returns_prefetched_leases(members, coordinator):
     one, other = members(2, n=12, num_workers=2)
     one.take()
     assert coordinator.held[0].keys() == {0, 1, 2}
@@ -120,9 +120,7 @@ def test_leaving_the_loop_gives_back_what_was_leased_ahead(members, coordinator)
     assert done == 9
 
 
-def test_a_batch_that_was_handed_out_is_not_given_back_while_its_step_may_still_be_finished(
-    alone, coordinator
-):
+def test_delivered_batch_is_not_returned_while_its_step_may_still_finish(alone, coordinator):
     loader = make(12)
     for _ in loader:
         break
@@ -162,7 +160,7 @@ def test_a_finished_batch_is_reported_again_when_the_call_failed(alone, coordina
     assert coordinator.held[0].keys() == {1}
 
 
-def test_the_record_of_leased_batches_shows_how_often_each_sample_was_trained_on(
+def test_record_of_leased_batches_counts_the_uses_of_each_sample(
     members, coordinator, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))
@@ -177,7 +175,7 @@ def test_the_record_of_leased_batches_shows_how_often_each_sample_was_trained_on
     assert (epoch.expected, epoch.once, epoch.lost, epoch.repeated_samples) == (10, 7, 0, (3, 4, 5))
 
 
-def test_data_workers_make_leased_batches_ahead(alone, coordinator):
+def test_data_workers_prefetch_leased_batches(alone, coordinator):
     loader = make(20, num_workers=1)
     seen = []
     for batch in loader:
@@ -187,7 +185,7 @@ def test_data_workers_make_leased_batches_ahead(alone, coordinator):
     assert alone.calls_of("lease")[0] == ("lease", 0, (), 2)
 
 
-def test_data_workers_go_on_after_they_ran_dry(alone, coordinator):
+def test_data_workers_continue_after_running_dry(alone, coordinator):
     coordinator.free[0] = [0]
     loader = make(9, num_workers=1)
     iterator = iter(loader)
@@ -199,7 +197,7 @@ def test_data_workers_go_on_after_they_ran_dry(alone, coordinator):
     assert next(iterator).tolist() == [3, 4, 5]
 
 
-def test_the_batch_after_the_one_at_hand_is_known_where_it_is_leased_ahead(alone):
+def test_next_batch_is_known_if_it_is_leased_ahead(alone):
     loader = make(look_ahead=True)
     assert loader.peek() is None
     seen, peeked = [], []
@@ -213,13 +211,13 @@ def test_the_batch_after_the_one_at_hand_is_known_where_it_is_leased_ahead(alone
     assert peeked == [*seen[1:], None]
 
 
-def test_without_looking_ahead_nobody_knows_the_next_batch(alone):
+def test_next_batch_is_unknown_without_prefetching(alone):
     loader = make()
     next(iter(loader))
     assert loader.peek() is None
 
 
-def test_a_peeked_batch_is_made_once_and_leaves_the_random_numbers_as_they_are(alone):
+def test_peeked_batch_is_made_once_and_leaves_the_random_numbers_unchanged(alone):
     made = []
 
     def collate(samples):

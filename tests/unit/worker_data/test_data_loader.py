@@ -19,7 +19,7 @@ from tests.unit.worker_data.loaders import loader_of, run_epoch
 # ----------------------------------------------------------------------------------- the plain form
 
 
-def test_one_iteration_is_one_step_and_each_sample_comes_once(session):
+def test_one_iteration_is_one_step_and_each_sample_is_dealt_once(session):
     loader = loader_of()
     assert run_epoch(loader, session) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(loader) == 3
@@ -32,7 +32,7 @@ def test_shuffled_epochs_follow_the_published_permutation(session):
         assert run_epoch(loader, session) == [list(permutation(5, epoch, 10, True))]
 
 
-def test_each_rank_gets_its_part_and_a_rank_without_samples_a_stand_in_of_weight_nought(make_rank):
+def test_each_rank_gets_its_part_and_a_rank_without_samples_a_placeholder_of_weight_zero(make_rank):
     ranks = [make_rank(loader_of, Placement(generation=1, rank=r, world_size=3)) for r in range(3)]
     taken = []
     while (batches := [rank.take() for rank in ranks])[0] is not None:
@@ -46,7 +46,7 @@ def test_each_rank_gets_its_part_and_a_rank_without_samples_a_stand_in_of_weight
     assert (share.weight, share.total_weight, share.micro_batches) == (0.0, 2.0, None)
 
 
-def test_the_session_hears_everything_in_order(session):
+def test_session_receives_all_calls_in_order(session):
     loader = loader_of(4)
     run_epoch(loader, session)
     kinds = [call[0] for call in session.calls]
@@ -54,7 +54,7 @@ def test_the_session_hears_everything_in_order(session):
     assert session.calls_of("micro") == [("micro", 0, 4.0, (0, 0, 0, 0))]
 
 
-def test_a_batch_that_was_not_committed_is_handed_out_again(session):
+def test_uncommitted_batch_is_dealt_again(session):
     loader = loader_of()
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1, 2, 3]
@@ -63,7 +63,7 @@ def test_a_batch_that_was_not_committed_is_handed_out_again(session):
     assert next(iterator).tolist() == [4, 5, 6, 7]
 
 
-def test_a_lost_step_is_dealt_anew_under_the_new_placement(session):
+def test_lost_step_is_dealt_again_under_the_new_placement(session):
     loader = loader_of()
     iterator = iter(loader)
     session.placement = Placement(generation=1, rank=1, world_size=2)
@@ -72,7 +72,7 @@ def test_a_lost_step_is_dealt_anew_under_the_new_placement(session):
     assert next(iterator).tolist() == [0, 1, 2, 3]
 
 
-def test_a_rank_that_took_its_peers_state_goes_on_after_the_step(session):
+def test_rank_that_received_its_peers_state_continues_after_the_step(session):
     loader = loader_of()
     iterator = iter(loader)
     next(iterator)
@@ -83,7 +83,7 @@ def test_a_rank_that_took_its_peers_state_goes_on_after_the_step(session):
     assert next(iterator).tolist() == [4, 5, 6, 7]
 
 
-def test_a_rank_that_took_the_state_after_the_last_step_ends_its_epoch_like_the_others(session):
+def test_rank_that_received_the_state_after_the_last_step_ends_its_epoch_like_the_others(session):
     loader, ahead = loader_of(4), loader_of(4, name="ahead")
     iterator = iter(loader)
     next(iterator)
@@ -103,7 +103,7 @@ def test_drop_last_leaves_out_the_short_step(session):
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_looking_at_a_batch_costs_no_epoch(session):
+def test_peeking_at_a_batch_consumes_no_epoch(session):
     loader = loader_of()
     assert next(iter(loader)).tolist() == [0, 1, 2, 3]
     assert len(run_epoch(loader, session)) == 3
@@ -119,7 +119,7 @@ def test_leaving_a_loop_early_gives_up_the_rest_of_the_epoch(session):
     assert loader.state_dict()["epoch"] == 2
 
 
-def test_an_epoch_that_was_left_early_stays_over_after_a_resume(session):
+def test_epoch_left_early_stays_over_after_a_resume(session):
     loader = loader_of()
     for _ in loader:
         loader.committed(session.placement)
@@ -131,7 +131,7 @@ def test_an_epoch_that_was_left_early_stays_over_after_a_resume(session):
     assert resumed.state_dict()["epoch"] == 2
 
 
-def test_an_iteration_that_was_under_way_goes_on_after_a_resume(session):
+def test_iteration_in_progress_continues_after_a_resume(session):
     loader = loader_of()
     batches = iter(loader)
     next(batches)
@@ -141,7 +141,7 @@ def test_an_iteration_that_was_under_way_goes_on_after_a_resume(session):
     assert len(run_epoch(resumed, session)) == 2
 
 
-def test_next_on_an_iteration_that_is_over_says_why(session):
+def test_next_on_a_finished_iteration_names_the_reason(session):
     loader = loader_of()
     assert len(run_epoch(loader, session)) == 3
     resumed = loader_of(name="resumed")
@@ -153,7 +153,7 @@ def test_next_on_an_iteration_that_is_over_says_why(session):
         next(iter(resumed))
 
 
-def test_a_joiner_passes_over_loops_in_which_its_peers_are_not(session):
+def test_joiner_skips_loops_that_its_peers_are_not_in(session):
     loader, other = loader_of(name="first"), loader_of(name="second")
     session.is_elsewhere = lambda source, epoch: (source.name, epoch) != ("second", 1)
     assert [len(run_epoch(each, session)) for each in (loader, other, loader, other)] == [
@@ -173,7 +173,7 @@ def test_a_step_finished_after_the_loop_was_left_counts(session):
     assert loader.state_dict()["samples"] == 4
 
 
-def test_a_commit_without_a_step_is_a_bug_that_is_reported(session):
+def test_commit_without_a_step_is_a_reported_bug(session):
     with pytest.raises(InternalError, match="loader"):
         loader_of().committed(session.placement)
 
@@ -181,7 +181,7 @@ def test_a_commit_without_a_step_is_a_bug_that_is_reported(session):
 # ----------------------------------------------------------------------------------------- epochs()
 
 
-def test_epochs_starts_where_the_run_is(session):
+def test_epochs_starts_at_the_epoch_of_the_run(session):
     first = loader_of(name="a")
     for epoch in first.epochs(3):
         run_epoch(first, session)
@@ -195,7 +195,7 @@ def test_epochs_starts_where_the_run_is(session):
     assert seen == [(2, 3), (3, 3)]
 
 
-def test_a_joiner_learns_its_epoch_at_the_head_of_epochs(make_rank):
+def test_joiner_learns_its_epoch_at_the_start_of_epochs(make_rank):
     donor = make_rank(loader_of, Placement(generation=1, rank=0, world_size=1))
     for _ in range(4):
         if donor.take() is None:
@@ -212,7 +212,7 @@ def test_a_joiner_learns_its_epoch_at_the_head_of_epochs(make_rank):
             break
 
 
-def test_a_joiner_with_a_plain_range_of_epochs_passes_over_those_before_the_cursor(make_rank):
+def test_joiner_with_a_plain_range_of_epochs_skips_those_before_the_cursor(make_rank):
     donor = make_rank(loader_of, Placement(generation=1, rank=0, world_size=1))
     for _ in range(2 * 4 + 1):
         if donor.take() is not None:
@@ -287,7 +287,7 @@ def test_plain_iteration_with_micro_batches_is_refused_naming_steps(session):
         iter(loader_of(micro_batch_size=2))
 
 
-def test_steps_hand_out_whole_micro_batches_and_perhaps_none(make_rank):
+def test_steps_yield_complete_micro_batches_and_possibly_none(make_rank):
     ranks = [
         make_rank(
             lambda: loader_of(micro_batch_size=3), Placement(generation=1, rank=r, world_size=3)
@@ -306,7 +306,7 @@ def test_steps_hand_out_whole_micro_batches_and_perhaps_none(make_rank):
     assert ranks[1].session.calls_of("micro")[0] == ("micro", 1, 1.0, (0, 0, 0, 1))
 
 
-def test_the_session_hears_of_micro_batches_in_order(session):
+def test_session_receives_micro_batches_in_order(session):
     loader = loader_of(4, micro_batch_size=2)
     for step in loader.steps():
         assert (step.epoch, step.number, len(step)) == (0, 0, 2)
@@ -330,14 +330,14 @@ def test_the_session_hears_of_micro_batches_in_order(session):
     assert (share.weight, share.total_weight, share.micro_batches) == (4.0, 4.0, 2)
 
 
-def test_a_step_hands_out_its_batches_once(session):
+def test_step_yields_its_batches_once(session):
     step = next(loader_of(micro_batch_size=2).steps())
     list(step)
     with pytest.raises(PreconditionError, match="its samples would count twice"):
         iter(step)
 
 
-def test_a_step_that_is_over_hands_out_nothing(session):
+def test_finished_step_yields_nothing(session):
     steps = loader_of(micro_batch_size=2).steps()
     first = next(steps)
     next(steps)
@@ -371,7 +371,7 @@ def test_weight_fn_with_micro_batches_reports_each_weight(session):
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_weight_that_cannot_be_is_refused(session, weight):
+def test_impossible_weight_is_refused(session, weight):
     with pytest.raises(ConfigurationError, match="weight_fn"):
         next(iter(loader_of(weight_fn=lambda batch: weight)))
 
@@ -379,7 +379,7 @@ def test_a_weight_that_cannot_be_is_refused(session, weight):
 # -------------------------------------------------------------------------------------------- state
 
 
-def test_a_cursor_in_samples_goes_on_with_another_batch_size(session):
+def test_cursor_in_samples_continues_with_another_batch_size(session):
     loader = loader_of(20, name="a")
     iterator = iter(loader)
     for _ in range(2):
@@ -455,12 +455,12 @@ def test_between_epochs_another_order_is_allowed(session):
         {"version": 1, "epoch": 0, "samples": "4", "step": 0, "global_step": 0},
     ],
 )
-def test_a_state_that_is_none_is_corrupt_data(session, state):
+def test_malformed_state_is_corrupt_data(session, state):
     with pytest.raises(CorruptDataError):
         loader_of().load_state_dict(state)
 
 
-def test_a_loader_meets_each_session_once(session):
+def test_loader_is_registered_once_per_session(session):
     loader = loader_of()
     run_epoch(loader, session)
     assert session.calls_of("register") == [("register", "loader")]
@@ -471,7 +471,7 @@ def test_a_loader_meets_each_session_once(session):
         pass
 
 
-def test_the_batch_after_the_one_at_hand_can_be_looked_at(make_rank):
+def test_next_batch_can_be_peeked_at(make_rank):
     ranks = [
         make_rank(lambda: loader_of(12), Placement(generation=1, rank=r, world_size=2))
         for r in range(2)

@@ -90,7 +90,7 @@ def test_set_epoch_is_called_before_a_draw(session):
     assert [run_epoch(loader, session) for _ in range(3)] == [[[0]], [[1]], [[2]]]
 
 
-def test_a_sampler_that_draws_otherwise_here_than_on_the_peers_is_found(session):
+def test_sampler_that_draws_differently_than_on_the_peers_is_found(session):
     loader = loader_of(sampler=list(range(10)), name="a")
     next(iter(loader))
     loader.committed(session.placement)
@@ -118,7 +118,7 @@ def test_drawing_leaves_the_global_random_numbers_alone(session):
         ([-1], "0 to 9"),
     ],
 )
-def test_samplers_that_cannot_work_are_refused(session, sampler, named):
+def test_unusable_samplers_are_refused(session, sampler, named):
     with pytest.raises(ConfigurationError, match=named):
         next(iter(loader_of(sampler=sampler)))
 
@@ -157,7 +157,7 @@ def test_datasets_that_cannot_be_dealt_are_refused(session, dataset, named):
         ({"drop_last": True, "train": False}, "drop_last"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused_by_name(session, options, named):
+def test_invalid_arguments_are_refused_by_name(session, options, named):
     with pytest.raises(ConfigurationError, match=named):
         loader_of(**options)
 
@@ -165,7 +165,7 @@ def test_arguments_that_cannot_work_are_refused_by_name(session, options, named)
 # --------------------------------------------------------------------------------------- evaluation
 
 
-def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(session):
+def test_evaluation_loader_yields_every_sample_in_order_outside_of_steps(session):
     loader = loader_of(train=False, shuffle=True)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -174,9 +174,7 @@ def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_
 
 
 @pytest.mark.parametrize("drawn", [7, 13])
-def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(
-    session, drawn
-):
+def test_evaluation_covers_every_sample_of_a_sampler_with_a_wrong_length(session, drawn):
     class Sampler:
         def __len__(self):
             return 10
@@ -191,7 +189,7 @@ def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_t
     assert len(loader) == -(-drawn // 4)
 
 
-def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(session):
+def test_evaluation_batches_are_numbered_and_have_the_size_of_micro_batches(session):
     batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
     assert len(batches) == 4
     assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [
@@ -200,7 +198,7 @@ def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(session)
     ]
 
 
-def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(session):
+def test_steps_of_evaluation_loaders_and_evaluation_with_training_loaders_are_refused(session):
     with pytest.raises(ConfigurationError, match="train=False"):
         loader_of(train=False).steps()
     with pytest.raises(ConfigurationError, match="train=False"):

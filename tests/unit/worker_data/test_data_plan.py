@@ -58,7 +58,7 @@ def test_parts_are_contiguous_and_differ_by_at_most_one(plan, world):
 
 @settings(max_examples=300, deadline=None)
 @given(plans().filter(lambda plan: plan.micro_batch_size is None), worlds)
-def test_no_rank_gets_one_sample_of_a_short_step_if_whole_steps_give_it_two(plan, sizes):
+def test_no_rank_gets_one_sample_of_a_short_step_if_full_steps_give_it_two(plan, sizes):
     cursor, index, dealt = 0, 0, []
     while step := plan.step(cursor):
         world = sizes[index % len(sizes)]
@@ -74,7 +74,7 @@ def test_no_rank_gets_one_sample_of_a_short_step_if_whole_steps_give_it_two(plan
 
 @settings(max_examples=200, deadline=None)
 @given(plans().filter(lambda plan: plan.micro_batch_size), st.integers(1, 9), st.integers(1, 9))
-def test_micro_batches_are_the_same_whatever_the_world(plan, one, other):
+def test_micro_batches_are_equal_for_any_world(plan, one, other):
     def flat(steps):
         return [[block for blocks in ranks for block in blocks] for ranks in steps]
 
@@ -99,19 +99,19 @@ def test_the_batch_size_may_change_at_any_step(length, sizes):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-(2**70), 2**70), st.integers(0, 10**6), st.integers(0, 500))
-def test_a_permutation_holds_every_index_once(seed, epoch, length):
+def test_permutation_contains_every_index_once(seed, epoch, length):
     assert sorted(permutation(seed, epoch, length, True)) == list(range(length))
     assert list(permutation(seed, epoch, length, False)) == list(range(length))
 
 
-def test_the_order_is_fixed_for_ever():
+def test_order_of_samples_never_changes():
     assert list(permutation(0, 0, 10, True)) == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
     assert list(permutation(0, 1, 10, True)) == [5, 3, 7, 8, 2, 4, 1, 0, 6, 9]
     assert list(permutation(7, 0, 10, True)) == [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
     assert list(permutation(-1, 3, 10, True)) == [3, 2, 8, 0, 1, 6, 9, 5, 4, 7]
 
 
-def test_first_places_are_taken_evenly():
+def test_every_index_comes_first_equally_often():
     counts = [0] * 8
     for epoch in range(4000):
         counts[permutation(3, epoch, 8, True)[0]] += 1
@@ -126,7 +126,7 @@ def test_first_places_are_taken_evenly():
         ({"global_batch_size": 4, "micro_batch_size": 5}, "micro_batch_size=5"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_by_name(sizes, named):
+def test_impossible_sizes_are_refused_by_name(sizes, named):
     with pytest.raises(ConfigurationError, match=named):
         EpochPlan(length=10, **sizes)
 

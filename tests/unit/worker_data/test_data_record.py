@@ -58,7 +58,7 @@ def judge(tmp_path):
     return write_and_audit
 
 
-def test_a_step_is_the_union_of_what_all_members_were_handed(judge):
+def test_step_is_the_union_of_the_samples_dealt_to_all_members(judge):
     epoch = judge(
         a=[dealt(1, 0, [0]), committed(1, 0), dealt(1, 1, [2]), committed(1, 1)],
         b=[dealt(1, 0, [1], rank=1), committed(1, 0), dealt(1, 1, [3], rank=1), committed(1, 1)],
@@ -90,7 +90,9 @@ def test_the_highest_generation_of_a_step_counts(judge):
     assert epoch.exactly_once
 
 
-def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
+def test_steps_rolled_back_by_a_later_generation_do_not_count_even_if_it_divides_them_differently(
+    judge,
+):
     """Steps that a resume from an earlier checkpoint rolled back do not count, even if the later
     generation divides the samples into steps differently."""
     epoch = judge(
@@ -141,20 +143,20 @@ def test_samples_that_a_sampler_draws_twice_count_by_position(judge):
     assert epoch.exactly_once
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path):
+def test_torn_last_line_is_skipped(tmp_path):
     line = json.dumps(dealt(1, 0, [0, 1])) + "\n" + json.dumps(committed(1, 0)) + "\n"
     (tmp_path / "a.jsonl").write_text(line + '{"kind": "dealt", "loa')
     assert audit(tmp_path).once == 2
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"kind": "other"}', '{"kind": "committed"}'])
-def test_any_other_broken_line_is_corrupt_data_named_by_file_and_number(tmp_path, line):
+def test_any_other_damaged_line_is_corrupt_data_named_by_file_and_number(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(json.dumps(committed(1, 0)) + "\n" + line + "\n")
     with pytest.raises(CorruptDataError, match=r"a\.jsonl:2"):
         audit(tmp_path)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path):
+def test_missing_directory_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="SHOAL_RECORD_DIR"):
         audit(tmp_path / "nowhere")
 
@@ -163,7 +165,9 @@ def test_an_empty_directory_has_no_epochs(tmp_path):
     assert audit(tmp_path).epochs == ()
 
 
-def test_a_loader_writes_its_record_where_the_environment_says(session, tmp_path, monkeypatch):
+def test_loader_writes_its_record_to_the_directory_in_the_environment(
+    session, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path / "records"))
     monkeypatch.setenv("SHOAL_MEMBER_ID", "m1")
     loader = ElasticDataLoader(list(range(4)), global_batch_size=4, shuffle=False)
@@ -189,7 +193,7 @@ for step in range(10**9):
 """
 
 
-def test_every_line_written_before_a_sigkill_is_there(tmp_path):
+def test_every_line_written_before_a_sigkill_is_present(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )

@@ -41,7 +41,7 @@ def long_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_directory_is(
+def test_data_workers_deliver_batches_under_a_temporary_directory_with_a_long_name(
     long_directory: Path,
 ) -> None:
     fetcher = Fetcher(Numbers(), collate_fn=torch.stack, num_workers=1, pin_memory=False)
@@ -53,7 +53,7 @@ def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_direct
     assert tempfile.gettempdir() == str(long_directory)
 
 
-def test_a_short_temporary_directory_is_left_alone(
+def test_short_temporary_directory_is_left_unchanged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]

@@ -44,12 +44,12 @@ def test_the_loop_ends_with_the_step_of_that_number(session, until, expected):
     assert loader.global_step == sum(len(steps) for steps in expected.values())
 
 
-def test_a_step_that_is_lost_does_not_count(session):
+def test_lost_step_does_not_count(session):
     loader = loader_of()
     assert run(loader, session, lose=(1, 6, 7), max_steps=5) == {0: EPOCH, 1: EPOCH[:2]}
 
 
-def test_a_resumed_run_counts_the_steps_before_and_goes_on_within_the_epoch(session):
+def test_resumed_run_counts_earlier_steps_and_continues_within_the_epoch(session):
     loader = loader_of()
     assert run(loader, session, max_steps=5) == {0: EPOCH, 1: EPOCH[:2]}
     assert loader.gives_up is None, "saving now must not warn of an incomplete epoch"
@@ -63,7 +63,7 @@ def test_a_resumed_run_counts_the_steps_before_and_goes_on_within_the_epoch(sess
     )
 
 
-def test_steps_that_are_undone_as_the_loop_ends_are_taken_again(session):
+def test_steps_undone_as_the_loop_ends_are_taken_again(session):
     """Steps are repeated if the ranks return to an earlier checkpoint in the operation that ends
     the last epoch."""
     loader, states, taken = loader_of(), [], {}
@@ -82,7 +82,7 @@ def test_steps_that_are_undone_as_the_loop_ends_are_taken_again(session):
     assert taken == {0: EPOCH, 1: [*EPOCH[:2], EPOCH[1]]}
 
 
-def test_a_loop_after_it_has_no_end_of_that_kind(session):
+def test_later_loop_is_not_limited(session):
     loader = loader_of()
     run(loader, session, max_steps=2)
     assert run(loader, session, n=2) == {0: EPOCH[2:], 1: EPOCH}
@@ -107,7 +107,7 @@ def test_micro_batches_and_streams_end_at_the_same_step(session):
     )
 
 
-def test_leased_batches_are_as_many_over_all_members(make_rank, coordinator):
+def test_leased_batches_over_all_members_match_the_limit(make_rank, coordinator):
     ranks = [
         make_rank(
             lambda: ElasticDataLoader(list(range(10)), batch_size=3, shuffle=False),
@@ -136,7 +136,7 @@ def test_leased_batches_are_as_many_over_all_members(make_rank, coordinator):
     assert ranks[1].loader.epoch == 2
 
 
-def test_the_steps_that_are_left_end_there_also_where_nobody_knows_how_long_an_epoch_is(session):
+def test_remaining_steps_end_at_the_limit_even_if_the_length_of_an_epoch_is_unknown(session):
     loader = loader_of()
     assert loader.steps_until(3) == 9
     for _ in loader.epochs(3, max_steps=5):
@@ -149,7 +149,7 @@ def test_the_steps_that_are_left_end_there_also_where_nobody_knows_how_long_an_e
         break
 
 
-def test_the_last_step_is_known_as_such_so_that_a_round_of_steps_ends_with_it(session):
+def test_last_step_is_recognized_so_that_its_round_ends_with_it(session):
     loader, ends = loader_of(), []
     for _ in loader.epochs(max_steps=5):
         for _ in loader:
@@ -167,6 +167,6 @@ def test_the_last_step_is_known_as_such_so_that_a_round_of_steps_ends_with_it(se
         ({"max_steps": "9"}, r"epochs\(max_steps='9'\)"),
     ],
 )
-def test_what_says_no_number_is_refused(session, until, named):
+def test_value_that_is_not_a_step_count_is_refused(session, until, named):
     with pytest.raises(ConfigurationError, match=named):
         loader_of().epochs(**until)

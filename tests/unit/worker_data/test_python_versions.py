@@ -54,7 +54,7 @@ def test_a_script_without_a_main_guard_is_refused_in_its_data_workers(
         open_session()
 
 
-def test_a_break_is_distinguished_from_an_iterator_that_is_dropped_later() -> None:
+def test_break_is_distinguished_from_a_later_dropped_iterator() -> None:
     left: list[bool] = []
 
     def rows() -> Iterator[int]:

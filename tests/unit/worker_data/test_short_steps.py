@@ -43,7 +43,7 @@ def sums(world_size: int, **options: object) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sums_by_batch_weight_are_those_of_one_process(world_size: int) -> None:
+def test_sums_by_batch_weight_match_one_process(world_size: int) -> None:
     torch.manual_seed(0)
     net = nn.Linear(1, 1)
     total, count = sums(world_size)
@@ -51,7 +51,7 @@ def test_sums_by_batch_weight_are_those_of_one_process(world_size: int) -> None:
     assert total == pytest.approx(2 * net(ROWS).square().sum().item())
 
 
-def test_a_stand_in_has_no_weight_by_a_weight_function_either() -> None:
+def test_placeholder_has_no_weight_even_with_a_weight_function() -> None:
     assert sums(2, weight_fn=lambda batch: 10.0 * len(batch[0]))[1] == 2 * 10.0 * len(ROWS)
 
 

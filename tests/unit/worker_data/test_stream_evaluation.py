@@ -53,7 +53,7 @@ def test_each_item_counts_once_though_ranks_die_at_any_batch(seed):
     assert all(len(batch) <= size for batch in counted.values())
 
 
-def test_each_shard_is_read_by_one_rank_and_by_no_more_than_it_takes():
+def test_each_shard_is_read_by_one_rank_that_reads_no_more_than_it_yields():
     opened = []
 
     def read(shard):
@@ -70,7 +70,7 @@ def test_each_shard_is_read_by_one_rank_and_by_no_more_than_it_takes():
         assert [opened.count(shard) for shard in range(3)] == [times + compared, times, times]
 
 
-def test_what_was_read_to_its_end_is_not_read_again():
+def test_completely_read_shards_are_not_read_again():
     batches = batches_of(shards_of((4, 4)), 2)
     held = {number for number, _ in batches.read(batches.deal((), (), 0, 1))}
     assert len(held) == 4
@@ -80,7 +80,7 @@ def test_what_was_read_to_its_end_is_not_read_again():
     assert isinstance(other, StreamedBatches)
 
 
-def test_each_evaluation_of_a_loader_reads_anew():
+def test_each_evaluation_of_a_loader_reads_again():
     loader = shoal.ElasticDataLoader(shards_of((4, 4)), global_batch_size=2, train=False)
     first = loader.evaluation_batches()
     list(first)

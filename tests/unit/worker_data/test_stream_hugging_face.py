@@ -51,7 +51,7 @@ def streamed(files: Path, kind):
     return rows.shuffle(seed=3, buffer_size=20) if kind == "shuffled" else rows
 
 
-def test_the_rows_of_a_table_come_once_and_a_batch_is_fetched_in_one_call(
+def test_table_rows_are_yielded_once_and_a_batch_is_fetched_in_one_call(
     files, make_rank, tmp_path, monkeypatch
 ):
     import datasets
@@ -87,7 +87,7 @@ def rank_of(make_rank, stream, state, **options):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
+def test_shards_of_a_stream_are_seekable(files, make_rank, caplog, workers):
     def rank(state=None):
         rows = streamed(files, "jsonl")
         assert rows.num_shards == 4
@@ -113,7 +113,7 @@ def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
 @pytest.mark.parametrize(
     "kind", ["jsonl", "parquet", "mapped", "shuffled", "read by a data worker"]
 )
-def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank, kind, caplog):
+def test_stream_resumes_where_it_was_and_yields_each_row_once(files, make_rank, kind, caplog):
     def rank(state=None):
         stream = streamed(files, kind)
         return rank_of(make_rank, stream, state, num_workers=int("worker" in kind))
@@ -134,7 +134,7 @@ def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank,
     )
 
 
-def test_a_stream_is_shuffled_anew_each_epoch(files, make_rank):
+def test_stream_is_reshuffled_each_epoch(files, make_rank):
     stream = streamed(files, "shuffled")
     rank = make_rank(
         lambda: shoal.ElasticDataLoader(stream, global_batch_size=ROWS, collate_fn=Texts),

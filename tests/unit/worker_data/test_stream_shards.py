@@ -39,7 +39,7 @@ def items_of(allotment, lanes):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_each_item_of_all_shards_comes_once_in_whole_steps(seed):
+def test_items_of_all_shards_are_dealt_once_in_full_steps(seed):
     draw = random.Random(seed)
     lengths = [draw.choice([0, 1, 2, 5, 17, 60]) for _ in range(draw.randint(1, 20))]
     sizes = [draw.randint(1, 6) for _ in range(draw.randint(1, 6))]
@@ -66,14 +66,14 @@ def test_each_item_of_all_shards_comes_once_in_whole_steps(seed):
     )
 
 
-def test_a_step_takes_one_round_where_no_shard_ends():
+def test_step_takes_one_round_if_no_shard_ends():
     first, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
     _, rounds = settle(first.after, [100, 100], [4, 4])
     assert rounds == 1
     assert first.after.lanes == (Place(0, 4, 4, following=0), Place(1, 4, 4, following=0))
 
 
-def test_a_state_goes_with_its_shard_and_that_of_an_earlier_release_has_none():
+def test_state_is_stored_with_its_shard_and_absent_from_earlier_releases():
     allotment, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
     allotment.hear_states(["here", None])
     state = allotment.after.to_state()
@@ -83,7 +83,7 @@ def test_a_state_goes_with_its_shard_and_that_of_an_earlier_release_has_none():
     assert ShardsRead.from_state(earlier).lanes == (Place(0, 4, 4), Place(1, 4, 4))
 
 
-def test_lanes_that_run_dry_are_made_up_for_by_the_others():
+def test_exhausted_lanes_are_compensated_by_the_others():
     allotment, _ = settle(ShardsRead(lanes=(None, None)), [1, 100], [4, 4])
     assert allotment.counts() == [1, 7]
 
@@ -102,6 +102,6 @@ def test_the_end_is_known_with_the_last_item_though_empty_shards_follow():
         {"lanes": [[1, 2, 3, 4, 5]], "next_shard": 2, "waiting": []},
     ],
 )
-def test_a_state_that_is_none_is_refused(state):
+def test_malformed_state_is_refused(state):
     with pytest.raises(CorruptDataError, match="shards"):
         ShardsRead.from_state(state)

@@ -85,7 +85,7 @@ def drawing_shards():
         (drawing_shards, 3, {"micro_batch_size": 3}),
     ],
 )
-def test_data_workers_change_nothing_and_none_is_left(session, make, workers, options):
+def test_data_workers_change_nothing_and_none_remains(session, make, workers, options):
     alone = epochs(shoal.ElasticDataLoader(make(), global_batch_size=8, **options), session)
     loader = shoal.ElasticDataLoader(
         make(), global_batch_size=8, num_workers=workers, name="workers", **options
@@ -117,7 +117,7 @@ def shards_of_where():
 @pytest.mark.parametrize(
     ("make", "workers", "processes"), [(lambda: Where(9), 1, 1), (shards_of_where, 2, 2)]
 )
-def test_the_stream_is_read_by_other_processes_which_it_does_not_split_itself_by(
+def test_stream_is_read_in_other_processes_and_does_not_divide_itself_by_worker(
     session, make, workers, processes
 ):
     loader = shoal.ElasticDataLoader(
@@ -150,9 +150,7 @@ def kill_one():
 
 
 @pytest.mark.parametrize("make", [lambda: Numbers(100, 1), lambda: shards_of((50, 50))])
-def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered_again(
-    session, make
-):
+def test_dead_data_worker_is_one_clear_error_and_the_loop_can_be_entered_again(session, make):
     loader = shoal.ElasticDataLoader(
         make(), global_batch_size=10, micro_batch_size=5, num_workers=1, shuffle=None
     )
@@ -174,7 +172,7 @@ def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered
     assert not workers_of_this_test()
 
 
-def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_place(session):
+def test_error_in_the_source_is_raised_at_its_item_with_the_position(session):
     class Failing(Numbers):
         def __iter__(self):
             for number in super().__iter__():
@@ -211,7 +209,7 @@ def test_an_item_that_cannot_be_sent_is_refused(session):
 
 @pytest.mark.parametrize("kind", [Numbers, Seeking, Forgetful])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_run_goes_on_with_and_without_data_workers_where_it_was(make_rank, kind, sharded):
+def test_run_resumes_with_and_without_data_workers(make_rank, kind, sharded):
     def rank(workers, state=None):
         stream = shards_read_by(kind, (9, 0, 14, 20)) if sharded else kind(43)
         return make_rank(
@@ -248,7 +246,7 @@ def test_a_change_to_the_stream_between_epochs_reaches_its_data_worker(session):
     )
 
 
-def test_questions_and_answers_that_are_long_do_not_wait_for_each_other():
+def test_long_requests_and_replies_do_not_block_each_other():
     sources = Sources([lambda: iter(range(300_000))] * 3, num_workers=1, ahead=10)
     try:
         readers = [sources.open(number, key=(0, number), name="numbers") for number in range(3)]
@@ -262,7 +260,7 @@ def test_questions_and_answers_that_are_long_do_not_wait_for_each_other():
         sources.close()
 
 
-def test_tensors_come_from_a_data_worker_as_they_were(session):
+def test_tensors_arrive_unchanged_from_a_data_worker(session):
     tensors = [
         torch.arange(6).view(2, 3).t(),
         torch.randn(2, dtype=torch.bfloat16),

@@ -130,7 +130,7 @@ def run(directory, make_rank, make_stream, options, events):
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("kind", [Numbers, Seeking, Forgetful])
-def test_a_stream_is_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, kind, seed):
+def test_stream_is_dealt_as_on_one_rank_despite_any_events(make_rank, tmp_path, kind, seed):
     draw = random.Random(seed)
     n, batch = draw.randint(1, 40), draw.randint(1, 12)
     options = {
@@ -161,7 +161,7 @@ KINDS_OF_SHARDS = [
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_shards_are_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, seed):
+def test_shards_are_dealt_as_on_one_rank_despite_any_events(make_rank, tmp_path, seed):
     draw, shards_of = random.Random(seed), KINDS_OF_SHARDS[seed % 3]
     lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))] + [
         draw.randint(1, 9)
@@ -208,7 +208,7 @@ def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
     assert sorted(opened) == sorted([*range(12), *compared] * EPOCHS)
 
 
-def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp_path):
+def test_random_draws_of_a_stream_are_the_same_after_skipping(make_rank, tmp_path):
     class Augmented(Numbers):
         def __iter__(self):
             return (
@@ -228,7 +228,7 @@ def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp
     assert faulty == alone
 
 
-def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank):
+def test_stateful_source_is_sought_and_a_stateless_one_is_skipped_through(make_rank):
     read = {}
     for kind in (Numbers, Seeking, Forgetful):
         stream = kind(40)
@@ -253,7 +253,7 @@ def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank
 
 @pytest.mark.parametrize(("kind", "passed_over"), [(Seeking, 0), (Numbers, 12), (Forgetful, 12)])
 @pytest.mark.parametrize("how", ["resume", "death", "join"])
-def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_over(
+def test_stateful_shard_reader_is_sought_and_a_stateless_one_is_skipped_through(
     make_rank, tmp_path, kind, passed_over, how, caplog
 ):
     read = []
@@ -285,7 +285,7 @@ def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_ove
     assert ("led to a different item" in caplog.text) == (kind is Forgetful)
 
 
-def test_a_state_too_long_to_send_in_each_step_is_reported_once_and_the_shard_is_passed_over(
+def test_state_too_long_to_send_each_step_is_reported_once_and_the_shard_is_skipped_through(
     make_rank, tmp_path, caplog
 ):
     class Long(Seeking):

@@ -43,12 +43,12 @@ def shards(lengths=(3, 5)):
         (lambda: shoal.ShardedStream(["a.tar"], None), {}, "read=None"),
     ],
 )
-def test_what_a_stream_cannot_do_is_refused_by_name(session, make, options, named):
+def test_unsupported_operations_on_streams_are_refused_by_name(session, make, options, named):
     with pytest.raises(ConfigurationError, match=named):
         next(iter(loader_of(make(), **options).steps()))
 
 
-def test_a_stream_has_no_length_that_could_be_known(session):
+def test_stream_has_no_known_length(session):
     loader = loader_of(Numbers(9))
     with pytest.raises(TypeError, match="no length"):
         len(loader)
@@ -56,7 +56,7 @@ def test_a_stream_has_no_length_that_could_be_known(session):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_last_step_is_known_as_such(session, drop_last):
+def test_last_step_of_a_stream_is_recognized(session, drop_last):
     loader, ends = loader_of(Numbers(10), drop_last=drop_last), []
     for _ in loader:
         ends.append(loader.ends_epoch)
@@ -71,7 +71,7 @@ def test_a_stream_without_a_step_is_refused(session, options):
         run_epoch(loader_of(Numbers(0) if not options else Numbers(3, 1), **options), session)
 
 
-def test_an_epoch_of_a_stream_that_was_exhausted_is_not_taken_for_one_without_samples(session):
+def test_exhausted_stream_is_not_mistaken_for_one_without_samples(session):
     class Once:
         def __init__(self):
             self.items = iter(range(6))
@@ -85,12 +85,12 @@ def test_an_epoch_of_a_stream_that_was_exhausted_is_not_taken_for_one_without_sa
         run_epoch(loader, session)
 
 
-def test_collate_and_workers_without_numbers_work_as_with_datasets(session):
+def test_collate_and_workers_without_numbers_behave_as_for_datasets(session):
     loader = loader_of(Numbers(5, 1), collate_fn=lambda items: torch.tensor(items) * 2)
     assert run_epoch(loader, session) == [[0, 2, 4, 6], [8]]
 
 
-def test_an_error_in_the_source_ends_the_loop_and_the_epoch_goes_on_where_it_was(session):
+def test_error_in_the_source_ends_the_loop_and_the_epoch_continues_where_it_was(session):
     class Failing(Numbers):
         fails = True
 
@@ -137,7 +137,7 @@ class Changed(Numbers):
         (Changed(8, {}), "ended after 8"),
     ],
 )
-def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, there, message):
+def test_stream_that_yields_different_items_on_resumption_is_an_error(make_rank, there, message):
     first = make_rank(lambda: loader_of(Changed(20, {})), ALONE)
     for _ in range(2):
         first.take()
@@ -148,7 +148,7 @@ def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, 
     assert raised.value.reason == "STREAM_NOT_REPEATED"
 
 
-def test_a_shard_that_gives_other_items_when_another_rank_goes_on_with_it_is_an_error(make_rank):
+def test_shard_that_yields_different_items_to_its_next_rank_is_an_error(make_rank):
     def stream(first):
         return shoal.ShardedStream([0], lambda _: iter([first, *range(1, 20)]))
 
@@ -162,7 +162,7 @@ def test_a_shard_that_gives_other_items_when_another_rank_goes_on_with_it_is_an_
         again.take()
 
 
-def test_what_a_rank_reads_is_compared_with_the_others(make_rank):
+def test_items_read_by_a_rank_are_compared_with_the_others(make_rank):
     def dealing(stream):
         rank = make_rank(lambda: loader_of(stream), Placement(generation=1, rank=0, world_size=2))
         rank.take()
@@ -194,7 +194,7 @@ def test_items_that_differ_have_different_fingerprints(one, other):
     assert fingerprint(one) == fingerprint(one) != fingerprint(other)
 
 
-def test_what_machines_have_differently_is_in_no_fingerprint():
+def test_machine_dependent_values_are_not_in_fingerprints():
     assert fingerprint({"x": 0.1, "__url__": "/a"}) == fingerprint(
         {"x": 0.1000001, "__url__": "/b"}
     )
@@ -203,7 +203,7 @@ def test_what_machines_have_differently_is_in_no_fingerprint():
 # -------------------------------------------------------------------------------------------- state
 
 
-def test_a_state_goes_on_with_another_batch_size(make_rank):
+def test_state_resumes_with_another_batch_size(make_rank):
     for kind in (Numbers, Seeking):
         first = make_rank(lambda kind=kind: loader_of(kind(20)), ALONE)
         first.take()
@@ -213,7 +213,7 @@ def test_a_state_goes_on_with_another_batch_size(make_rank):
         assert again.take() == Numbers(20).order()[4:10]
 
 
-def test_shards_go_on_with_another_batch_size(make_rank):
+def test_shards_resume_with_another_batch_size(make_rank):
     first = make_rank(
         lambda: loader_of(shards((9, 9, 9)), micro_batch_size=1, shuffle=False), ALONE
     )
@@ -241,7 +241,7 @@ def test_shards_go_on_with_another_batch_size(make_rank):
         (lambda state: state.update(identity="2 shards"), ConfigurationError, "identity"),
     ],
 )
-def test_a_state_of_something_else_is_refused(session, change, error, named):
+def test_state_of_another_source_is_refused(session, change, error, named):
     loader = loader_of(Numbers(9), name="a")
     next(iter(loader))
     loader.committed(session.placement)
@@ -273,9 +273,7 @@ def in_place(items):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_a_collate_fn_does_to_items_in_place_is_not_done_twice_when_a_step_is_done_again(
-    session, sharded
-):
+def test_in_place_changes_by_a_collate_fn_are_not_repeated_with_a_step(session, sharded):
     stream = (
         shoal.ShardedStream([0], lambda shard: iter(Changeable(6))) if sharded else Changeable(6)
     )

@@ -91,7 +91,7 @@ CONVERTED = {
 
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("argument", CONVERTED)
-def test_a_loader_made_of_a_dataloader_gives_the_same_batches(argument, kind, make_rank):
+def test_loader_made_from_a_dataloader_gives_the_same_batches(argument, kind, make_rank):
     given, expected = CONVERTED[argument]
     plain = kind(NUMBERS, **{"batch_size": 4, **given})
     found = two_epochs(lambda: ElasticDataLoader.from_dataloader(plain), make_rank)
@@ -118,7 +118,7 @@ def test_torchdatas_own_batch_sampler_is_converted(make_rank):
     assert found == [[[5, 6], [7]]] * 2
 
 
-def test_a_seed_that_is_passed_is_preferred_to_that_of_the_generator(make_rank):
+def test_explicit_seed_is_preferred_to_the_generators(make_rank):
     plain = DataLoader(NUMBERS, batch_size=4, shuffle=True, generator=seeded(7))
     assert two_epochs(lambda: ElasticDataLoader.from_dataloader(plain, seed=3), make_rank) == (
         two_epochs(lambda: ElasticDataLoader(NUMBERS, global_batch_size=4, seed=3), make_rank)
@@ -139,7 +139,7 @@ def test_a_dataloader_of_a_stream_is_converted(kind, make_rank):
     assert found == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
-def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(session):
+def test_loader_made_from_a_dataloader_may_evaluate_with_another_batch_size(session):
     given = DataLoader(NUMBERS, batch_size=4, shuffle=True)
     loader = ElasticDataLoader.from_dataloader(given, global_batch_size=5, train=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
@@ -224,7 +224,7 @@ def test_a_worker_init_fn_without_data_workers_is_ignored_as_by_torch(session):
     assert len(ElasticDataLoader.from_dataloader(plain)) == 2
 
 
-def test_the_page_says_what_becomes_of_each_argument_of_a_dataloader():
+def test_page_lists_the_fate_of_each_dataloader_argument():
     section = PAGE.read_text().partition("## Plain DataLoaders\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -258,7 +258,7 @@ class DividesItself(IterableDataset):
         lambda: ElasticDataLoader(DividesItself(), global_batch_size=2, train=False),
     ],
 )
-def test_a_dataset_that_is_a_stream_and_has_an_index_is_refused(make):
+def test_indexable_dataset_that_is_also_a_stream_is_refused(make):
     with pytest.raises(ConfigurationError, match=r"Subset\(dataset, range\(n\)\)"):
         make()
 

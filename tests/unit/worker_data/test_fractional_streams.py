@@ -47,7 +47,7 @@ def train(splits: bool, sharded: bool, strategy: str = "ddp") -> int:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_one_that_splits_itself_is_reported_in_the_first_step(
+def test_self_splitting_stream_is_reported_in_the_first_step(
     sharded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert shoal.launch(train, False, sharded, world_size=2) == [8, 8]
@@ -81,7 +81,7 @@ def train_on_changed() -> int:
     return int(loader.global_step)
 
 
-def test_items_that_are_changed_at_random_are_no_difference_where_a_number_distinguishes_them(
+def test_randomly_changed_items_are_equal_if_a_number_identifies_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert shoal.launch(train_on_changed, world_size=2) == [4, 4]
@@ -99,11 +99,11 @@ def test_items_that_are_changed_at_random_are_no_difference_where_a_number_disti
         (np.zeros(0, dtype=np.int64), False),
     ],
 )
-def test_what_distinguishes_an_item_from_others(item: Any, tells: bool) -> None:
+def test_items_with_identifying_values_are_distinguished(item: Any, tells: bool) -> None:
     assert distinguishes(item) is tells
 
 
-def test_where_steps_are_each_ranks_own_nothing_is_compared() -> None:
+def test_nothing_is_compared_if_ranks_step_independently() -> None:
     assert shoal.launch(train, False, False, "local_sgd", world_size=2) == [8, 8]
 
 
@@ -111,7 +111,7 @@ def summed(*items: Any) -> list[float]:
     return [sum(each) for each in zip(*map(Probe.of, items), strict=True)]
 
 
-def test_rounding_is_no_difference_and_other_numbers_are() -> None:
+def test_rounding_is_not_a_difference_and_other_changes_are() -> None:
     item = {"x": ITEMS[0], "y": [1.5, 2], "z": float("nan")}
     assert Probe.alike(summed(item, {**item, "x": ITEMS[0].bfloat16().float()}, item))
     assert not Probe.alike(summed(item, {**item, "x": ITEMS[1]}, item))

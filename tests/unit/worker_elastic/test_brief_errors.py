@@ -20,7 +20,7 @@ def script(line: str) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_an_error_of_shoal_is_its_sentence_and_the_lines_of_the_script(
+def test_shoal_error_is_shown_as_its_sentence_and_the_lines_of_the_script(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     error = script("state.register('a', object())")

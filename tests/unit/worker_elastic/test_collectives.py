@@ -34,7 +34,7 @@ def _launched(run, world_size=3):
     return shoal.launch(rank, world_size=world_size)
 
 
-def test_numbers_are_added_up_as_what_they_are():
+def test_numbers_are_summed_in_their_own_type():
     assert _launched(lambda rank: shoal.all_reduce(rank + 1)) == [6, 6, 6]
     assert _launched(lambda rank: shoal.all_reduce(rank + 1, "mean")) == [2.0, 2.0, 2.0]
     assert _launched(lambda rank: shoal.all_reduce(0.5 * rank, "max")) == [1.0, 1.0, 1.0]
@@ -43,7 +43,7 @@ def test_numbers_are_added_up_as_what_they_are():
     )
 
 
-def test_tensors_and_what_holds_them_keep_their_shape_and_type():
+def test_tensors_and_containers_keep_their_shape_and_type():
     def run(rank):
         values = {
             "hits": torch.tensor([rank, 1], dtype=torch.int32),
@@ -70,7 +70,7 @@ def test_sums_of_small_types_do_not_wrap():
         assert hits.tolist() == [3, 1]
 
 
-def test_sums_are_the_same_to_the_last_bit_on_all_ranks():
+def test_sums_are_bitwise_equal_on_all_ranks():
     for total in (
         totals := _launched(
             lambda rank: shoal.all_reduce(
@@ -81,7 +81,7 @@ def test_sums_are_the_same_to_the_last_bit_on_all_ranks():
         assert torch.equal(total, totals[0])
 
 
-def test_gather_takes_values_that_differ():
+def test_gather_collects_different_values():
     def run(rank):
         return shoal.gather(
             {"who": f"rank {rank}", "rows": torch.full((rank,), rank), "nothing": None}
@@ -92,13 +92,13 @@ def test_gather_takes_values_that_differ():
         assert [each["rows"].tolist() for each in result] == [[], [1], [2, 2]]
 
 
-def test_broadcast_gives_one_ranks_value_to_all():
+def test_broadcast_sends_one_ranks_value_to_all():
     assert _launched(lambda rank: shoal.broadcast(f"of {rank}")) == ["of 0"] * 3
     assert _launched(lambda rank: shoal.broadcast(f"of {rank}", from_rank=2)) == ["of 2"] * 3
     assert _launched(lambda rank: shoal.broadcast([1, 2] if rank == 0 else None)) == [[1, 2]] * 3
 
 
-def test_a_world_of_one_has_its_own_values():
+def test_world_of_one_returns_its_own_values():
     def rank():
         _begin()
         shoal.barrier()
@@ -148,7 +148,7 @@ def test_a_world_of_one_has_its_own_values():
         ),
     ],
 )
-def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
+def test_invalid_call_is_one_error_on_all_ranks(call, kind, message):
     def run(rank):
         with pytest.raises(kind, match=message):
             call(rank)
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
     assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
-def test_ranks_that_call_different_things_are_reported():
+def test_ranks_with_different_calls_are_reported():
     def run(rank):
         with pytest.raises(shoal.PreconditionError, match="ranks diverged") as result:
             shoal.barrier() if rank == 0 else shoal.gather(rank)
@@ -166,7 +166,7 @@ def test_ranks_that_call_different_things_are_reported():
     assert _launched(run) == ["RANKS_DIVERGED"] * 3
 
 
-def test_inside_a_step_is_refused():
+def test_collective_inside_a_step_is_refused():
     def rank():
         model, _ = _begin()
         loader = shoal.ElasticDataLoader(
@@ -222,7 +222,7 @@ def workers(tmp_path):
         worker.join()
 
 
-def test_the_others_of_a_machine_wait_until_the_first_one_is_done(tmp_path, workers):
+def test_other_ranks_of_a_machine_wait_until_the_first_one_is_done(tmp_path, workers):
     (first,) = workers("first")
     eventually((tmp_path / "first-entered").exists, "the first one")
     others = workers("second", "third")
@@ -240,7 +240,7 @@ def test_the_others_of_a_machine_wait_until_the_first_one_is_done(tmp_path, work
         assert worker.exitcode == 0
 
 
-def test_when_the_first_one_dies_one_of_the_others_is_first(tmp_path, workers):
+def test_another_rank_takes_over_when_the_first_one_dies(tmp_path, workers):
     (first,) = workers("first")
     eventually((tmp_path / "first-entered").exists, "the first one")
     others = workers("second", "third")
@@ -264,7 +264,7 @@ def test_when_the_first_one_dies_one_of_the_others_is_first(tmp_path, workers):
         assert worker.exitcode == 0
 
 
-def test_each_block_has_its_first_one(tmp_path, monkeypatch):
+def test_blocks_are_identified_by_their_place_in_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def places():
@@ -281,7 +281,7 @@ def test_each_block_has_its_first_one(tmp_path, monkeypatch):
         assert other_rank.submit(places).result() == mine
 
 
-def test_a_child_that_was_forked_within_does_not_keep_the_lock(tmp_path, workers):
+def test_child_forked_within_the_block_does_not_keep_the_lock(tmp_path, workers):
     with main_first(str(tmp_path), timeout=timedelta(seconds=5)):
         child = multiprocessing.get_context("fork").Process(
             target=eventually, args=((tmp_path / "end").exists, "the end")
@@ -293,7 +293,7 @@ def test_a_child_that_was_forked_within_does_not_keep_the_lock(tmp_path, workers
     child.join()
 
 
-def test_a_wait_for_the_first_one_ends_at_its_deadline(tmp_path, workers):
+def test_wait_for_the_first_rank_ends_at_its_deadline(tmp_path, workers):
     workers("first")
     eventually((tmp_path / "first-entered").exists, "the first one")
     with pytest.raises(

@@ -96,7 +96,7 @@ def look(*ranks: Rank, waited_s: float = 2.0) -> None:
         rank.detector.look(time.monotonic() + waited_s)
 
 
-def test_the_errors_of_a_rank_in_an_operation_and_one_in_a_step_say_who_is_in_what(
+def test_errors_of_a_rank_in_an_operation_and_one_in_a_step_name_both_positions(
     ranks: list[Rank],
 ) -> None:
     one, other = ranks
@@ -112,7 +112,7 @@ def test_the_errors_of_a_rank_in_an_operation_and_one_in_a_step_say_who_is_in_wh
     assert "every_steps=" in other.ended
 
 
-def test_ranks_that_have_issued_different_collectives_in_one_step_are_reported(
+def test_ranks_that_issued_different_collectives_in_one_step_are_reported(
     ranks: list[Rank],
 ) -> None:
     """Ranks that have issued different collectives in one step are stopped. Here, one rank has
@@ -129,7 +129,7 @@ def test_ranks_that_have_issued_different_collectives_in_one_step_are_reported(
 
 
 @pytest.mark.parametrize("log", [[4, 0, 2, 1, 3], [4, 0], [5, 2]])
-def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: list[int]) -> None:
+def test_ranks_at_different_progress_keep_waiting(ranks: list[Rank], log: list[int]) -> None:
     """Ranks continue to wait if one of them has only issued more collectives, or is in a different
     step of the model."""
     one, other = ranks
@@ -141,7 +141,7 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
     assert one.ended is other.ended is other.waiting.verdict is None
 
 
-def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_reported(ranks: list[Rank]) -> None:
+def test_step_that_one_rank_ends_and_another_continues_is_reported(ranks: list[Rank]) -> None:
     """The ranks are stopped if rank 0 ends the step while rank 1 omits `optimizer.step()` and sums
     further gradients."""
     one, other = ranks
@@ -159,7 +159,7 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_reported(ranks: l
     assert one.waiting.verdict == other.ended
 
 
-def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
+def test_collectives_of_the_next_step_are_not_recorded_for_the_previous_one(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that continues while its detector is looking is not compared by the collectives of its
@@ -183,7 +183,7 @@ def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_w
     assert one.ended is other.ended is other.waiting.verdict is None
 
 
-def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[Rank]) -> None:
+def test_ranks_at_different_points_of_one_collective_trace_keep_waiting(ranks: list[Rank]) -> None:
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -194,7 +194,7 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
     assert one.ended is other.ended is None
 
 
-def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
+def test_forward_passes_are_compared_only_within_a_replica(ranks: list[Rank]) -> None:
     """Forward passes are compared only within a replica, because replicas may run different numbers
     of micro-batches."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
@@ -218,7 +218,7 @@ def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -
     assert "rank 1 runs a forward pass of the model" in other.ended
 
 
-def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place() -> None:
+def test_collective_trace_of_an_abandoned_step_continues_in_the_next_one() -> None:
     trace = CollectiveTrace()
     for place, expected in (((1, 4), 1), ((1, 4), 2), ((1, 5), 1), ((2, 5), 1)):
         trace.begin(*place)
@@ -226,7 +226,7 @@ def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place
         assert trace.encode(passes=True)["issued"] == [0] * expected
 
 
-def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(
+def test_ranks_that_wait_in_the_same_call_or_at_different_places_keep_waiting(
     ranks: list[Rank],
 ) -> None:
     one, other = ranks
@@ -239,7 +239,7 @@ def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(
     assert one.ended is other.ended is one.waiting.verdict is other.waiting.verdict is None
 
 
-def test_an_operation_behind_collectives_of_its_step_is_not_compared(ranks: list[Rank]) -> None:
+def test_operation_after_collectives_of_its_step_is_not_compared(ranks: list[Rank]) -> None:
     one, other = ranks
     one.steps_of("train")
     other.steps_of("train")
@@ -252,16 +252,14 @@ def test_an_operation_behind_collectives_of_its_step_is_not_compared(ranks: list
     assert other.ended is other.waiting.verdict is None
 
 
-def test_at_a_step_boundary_nothing_is_compared(ranks: list[Rank]) -> None:
+def test_nothing_is_compared_at_a_step_boundary(ranks: list[Rank]) -> None:
     one, other = ranks
     with one.waiting, evaluating(other):
         look(one, other)
     assert one.ended is other.ended is None
 
 
-def test_a_store_that_is_away_changes_nothing(
-    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_store_changes_nothing(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     def away(*_: str) -> bytes:
         raise StoreUnavailableError("Redis did not answer")
 

@@ -7,7 +7,7 @@ import shoal
 import torch
 
 
-def test_without_cuda_it_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_cuda_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert shoal.launch(shoal.device, world_size=2) == [torch.device("cpu")] * 2
 
@@ -15,7 +15,7 @@ def test_without_cuda_it_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("visible", "chosen"), [(4, [0, 1, 2, 3]), (2, [0, 1, 0, 1]), (1, [0, 0, 0, 0])]
 )
-def test_workers_take_the_devices_that_torch_sees_in_turn(
+def test_workers_take_visible_devices_in_turn(
     monkeypatch: pytest.MonkeyPatch, visible: int, chosen: list[int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

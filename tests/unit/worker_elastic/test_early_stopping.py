@@ -25,7 +25,7 @@ def optimizers(number: int) -> tuple[shoal.ShardedOptimizer, ...]:
     return distributed if number > 1 else (distributed,)
 
 
-def test_two_metrics_count_by_their_modes_and_names() -> None:
+def test_two_metrics_count_separately_by_mode_and_name() -> None:
     def rank() -> list[list[bool]]:
         (optimizer,) = optimizers(1)
         answers = []
@@ -44,7 +44,7 @@ def test_two_metrics_count_by_their_modes_and_names() -> None:
     )
 
 
-def test_two_optimizers_count_by_themselves() -> None:
+def test_two_optimizers_count_separately() -> None:
     def rank() -> list[bool]:
         one, other = optimizers(2)
         return [
@@ -67,7 +67,7 @@ def test_two_metrics_without_names_are_refused() -> None:
         shoal.launch(rank, world_size=1)
 
 
-def test_counts_of_each_metric_go_on_after_a_resume(tmp_path: Path) -> None:
+def test_counts_of_each_metric_continue_after_a_resume(tmp_path: Path) -> None:
     def rank(values: list[float]) -> list[bool]:
         (optimizer,) = optimizers(1)
         shoal.resume(tmp_path)
@@ -118,7 +118,7 @@ def _fit(
 
 @pytest.mark.parametrize("saves", ["before the question", "before the break", "after the loop"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_stopped_early_trains_no_epoch_when_it_is_resumed(
+def test_run_stopped_early_trains_no_epoch_when_resumed(
     tmp_path: Path, saves: str, ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank() -> tuple[list[int], int]:
@@ -130,7 +130,7 @@ def test_a_run_that_stopped_early_trains_no_epoch_when_it_is_resumed(
     assert capfd.readouterr().err.count("after which should_early_stop had ended training") == 1
 
 
-def test_without_that_checkpoint_a_resumed_run_trains_on_with_more_patience(
+def test_run_resumed_without_that_checkpoint_trains_on_with_more_patience(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def rank(patience: int) -> tuple[list[int], int]:
@@ -144,7 +144,7 @@ def test_without_that_checkpoint_a_resumed_run_trains_on_with_more_patience(
     assert resumed in capfd.readouterr().err
 
 
-def test_a_loop_left_while_a_metric_still_improves_continues_when_it_is_resumed(
+def test_loop_left_while_a_metric_still_improves_continues_when_resumed(
     tmp_path: Path,
 ) -> None:
     def rank() -> tuple[list[int], int]:

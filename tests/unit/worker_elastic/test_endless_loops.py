@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
     ("epochs", "max_steps", "length"),
     [(3, None, 12), (sys.maxsize, None, 0), (None, 10, 10), (3, 10, 10), (3, 100, 12)],
 )
-def test_its_steps_are_tallied(
+def test_steps_of_endless_loops_are_tallied(
     tmp_path: Path, epochs: int | None, max_steps: int | None, length: int
 ) -> None:
     net = nn.Linear(2, 1)

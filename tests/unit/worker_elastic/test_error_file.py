@@ -41,9 +41,7 @@ def ended(zygote: Zygote, exception: str, tmp_path: Path) -> tuple[int, str, Pat
     return process.wait(), process.said(), account
 
 
-def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
-    zygote: Zygote, tmp_path: Path
-) -> None:
+def test_bug_leaves_an_error_file_in_torchs_format(zygote: Zygote, tmp_path: Path) -> None:
     status, said, account = ended(zygote, "ValueError('a bug')", tmp_path)
     assert (status, "ValueError: a bug" in said) == (1, True)
     content = json.loads(account.read_text())
@@ -52,7 +50,7 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
     assert content["shoal"]["rank"] == -1
 
 
-def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(
+def test_failure_raised_later_than_it_happened_is_recorded_at_its_own_time(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     """The error file contains the time at which a background write failed, not the time at which
@@ -66,7 +64,7 @@ def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its
     assert json.loads(account.read_text())["shoal"]["unix_s"] == 12.5, said
 
 
-def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(
+def test_peers_death_that_raises_under_user_code_ends_the_process_with_its_own_status(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     status, said, account = ended(
@@ -88,7 +86,7 @@ def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_
         PreconditionError("machine h2 is refused", reason="MACHINE_REFUSED"),
     ],
 )
-def test_what_happened_to_others_or_to_this_process_is_no_bug(error: ShoalError) -> None:
+def test_failures_of_others_and_evictions_are_not_bugs(error: ShoalError) -> None:
     assert is_consequence(error)
 
 
@@ -101,11 +99,11 @@ def test_what_happened_to_others_or_to_this_process_is_no_bug(error: ShoalError)
         UnavailableError("the disk is full", reason="CHECKPOINT_NOT_WRITTEN"),
     ],
 )
-def test_what_a_replacement_would_do_again_is_one(error: Exception) -> None:
+def test_failure_that_a_replacement_would_repeat_is_a_bug(error: Exception) -> None:
     assert not is_consequence(error)
 
 
-def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
+def test_exception_that_suppresses_its_cause_is_recorded_alone() -> None:
     error = ValueError("a bug")
     error.__context__ = MembershipChanged("a peer has gone")
     assert is_consequence(error)
@@ -114,7 +112,7 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize("reason", ["RANKS_DIVERGED", "REPLICAS_DIVERGED"])
-def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_reported_it(
+def test_script_errors_are_not_consequences_even_if_a_failed_collective_reported_them(
     reason: str,
 ) -> None:
     verdict = PreconditionError("ranks diverged", reason=reason)

@@ -42,7 +42,7 @@ def take_step(model: nn.Module, optimizer: Any, batch: list[torch.Tensor]) -> sh
     return status
 
 
-def test_every_so_many_committed_steps_it_evaluates_and_else_says_none() -> None:
+def test_every_n_committed_steps_it_evaluates_and_otherwise_returns_none() -> None:
     model, optimizer, loader = start()
     found = {}
     for _ in loader.epochs(2):
@@ -55,7 +55,7 @@ def test_every_so_many_committed_steps_it_evaluates_and_else_says_none() -> None
     }
 
 
-def test_every_so_many_committed_steps_it_saves_also_over_a_resume(tmp_path: Path) -> None:
+def test_every_n_committed_steps_it_saves_even_after_a_resume(tmp_path: Path) -> None:
     for epochs in (1, 2):
         model, optimizer, loader = start()
         shoal.resume(tmp_path)
@@ -87,7 +87,7 @@ def test_steps_are_counted_without_a_loader_of_shoals_and_in_micro_batches() -> 
     assert evaluated == [False, False, True] * 4
 
 
-def test_it_is_not_due_again_when_the_step_after_it_is_lost(
+def test_lost_step_does_not_make_the_previous_action_due_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An evaluation is not due again after a lost step, which leaves the run at the step of the
@@ -103,7 +103,7 @@ def test_it_is_not_due_again_when_the_step_after_it_is_lost(
     assert evaluated == [False, True] * 3
 
 
-def test_before_the_first_step_and_behind_a_batch_that_was_only_looked_at_nothing_is_due() -> None:
+def test_nothing_is_due_before_the_first_step_or_after_a_peeked_batch() -> None:
     model, optimizer, loader = start()
     assert shoal.evaluate(model, validation(), count, every_steps=1) is None
     for batch in loader:
@@ -115,7 +115,7 @@ def test_before_the_first_step_and_behind_a_batch_that_was_only_looked_at_nothin
     assert shoal.evaluate(model, validation(), count) is not None
 
 
-def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> None:
+def test_call_inside_a_step_is_refused_with_the_correct_place(tmp_path: Path) -> None:
     model, optimizer, loader = start()
     for batch in loader:
         with pytest.raises(
@@ -130,7 +130,7 @@ def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> Non
     assert shoal.evaluate(model, validation(), count, every_steps=6) is not None
 
 
-def test_an_evaluation_in_which_the_ranks_go_back_to_a_checkpoint_is_of_the_checkpoints_model_alone(
+def test_evaluation_interrupted_by_a_return_to_a_checkpoint_uses_only_its_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer, loader = start()
@@ -141,19 +141,19 @@ def test_an_evaluation_in_which_the_ranks_go_back_to_a_checkpoint_is_of_the_chec
         if len(saved) == 3:
             break
 
-    def goes_back_on_the_way(_: str, body: Body) -> Any:
+    def returns_to_a_checkpoint(_: str, body: Body) -> Any:
         body(LocalChannel())
         session.replace_state(LocalChannel(), saved[0][1])
         return body(LocalChannel())
 
-    monkeypatch.setattr(session, "operation", goes_back_on_the_way)
+    monkeypatch.setattr(session, "operation", returns_to_a_checkpoint)
     result = shoal.evaluate(model, validation(), lambda net, batch: {"weight": net.weight.sum()})
     assert saved[0][0] != saved[2][0]
     assert result == {"weight": pytest.approx(3 * saved[0][0])}
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
-def test_a_number_of_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None:
+def test_interval_in_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None:
     model, *_ = start()
     with pytest.raises(
         ConfigurationError,

@@ -47,7 +47,7 @@ def test_two_ranks_that_write_one_file_at_once_are_warned_of_once(
         pytest.param(None, "model.pt", id="a joiner that replays"),
     ],
 )
-def test_writes_that_may_be_meant_are_not_warned_of(
+def test_intentional_writes_are_not_warned_of(
     before: WhenWritten | None,
     path: str,
     rank: Rank,
@@ -61,7 +61,7 @@ def test_writes_that_may_be_meant_are_not_warned_of(
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "cache/.fonts/list.json", "data.lock", "."])
-def test_devices_caches_and_locks_are_left_out(
+def test_devices_caches_and_locks_are_ignored(
     path: str, rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -71,7 +71,7 @@ def test_devices_caches_and_locks_are_left_out(
     assert not (tmp_path / "notes").exists()
 
 
-def test_another_thread_writes_what_it_likes(
+def test_writes_of_other_threads_are_ignored(
     rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [rank(NOW), rank(NOW._replace(rank=1))]
@@ -87,9 +87,7 @@ def test_another_thread_writes_what_it_likes(
     assert not caplog.records
 
 
-def test_notes_are_bounded_and_a_directory_that_is_gone_does_no_harm(
-    rank: Rank, tmp_path: Path
-) -> None:
+def test_notes_are_bounded_and_a_missing_directory_does_no_harm(rank: Rank, tmp_path: Path) -> None:
     files = rank(NOW)
     for number in range(2 * MOST):
         files.writes(tmp_path / f"sample-{number}.png")

@@ -29,7 +29,7 @@ def boundary(member: Member) -> ScriptPosition | None:
     return member.formation.let_joiners_in(BORDER)
 
 
-def test_a_rank_that_holds_an_older_state_takes_that_of_the_others() -> None:
+def test_rank_with_an_older_state_receives_that_of_the_others() -> None:
     members = [
         Member(Model(5.0), state=NEW),
         Member(Model(4.0), state=OLD),
@@ -40,14 +40,14 @@ def test_a_rank_that_holds_an_older_state_takes_that_of_the_others() -> None:
     assert {m.held.name for m in members} == {NEW}
 
 
-def test_a_rank_whose_update_raised_half_way_takes_the_state_anew() -> None:
+def test_rank_whose_update_raised_halfway_receives_the_state_again() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(5.0), state=NEW)]
     assert form(members, reform) == [None] * 2
     assert members[0].model.value == 5.0
     assert members[0].held.phase.now is not Phase.TORN
 
 
-def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() -> None:
+def test_state_torn_on_every_holder_is_reported_lost_on_all_ranks() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(4.0), state=OLD)]
     outcomes = form(members, reform)
     assert all(isinstance(outcome, PreconditionError) for outcome in outcomes)
@@ -55,7 +55,7 @@ def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() ->
     assert members[1].model.value == 4.0
 
 
-def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
+def test_state_torn_on_every_holder_is_not_sent_to_joiners() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
     outcomes = form(members, boundary)
     assert [str(o) for o in outcomes] == [
@@ -65,7 +65,7 @@ def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
 
 
 @pytest.mark.parametrize("first_is_joiner", [False, True])
-def test_the_weights_of_the_first_rank_that_is_no_joiner_win(first_is_joiner: bool) -> None:
+def test_weights_of_the_first_rank_that_is_not_a_joiner_win(first_is_joiner: bool) -> None:
     members = [Member(Model(2.0)), Member(Model(3.0)), Member(Model(0.0, meta=True))]
     if not first_is_joiner:
         assert form(members, synchronize) == [None] * 3
@@ -88,7 +88,7 @@ def test_the_first_rank_must_have_values() -> None:
     assert "meta" in str(outcomes[0])
 
 
-def test_who_recovers_has_let_go_of_the_group_before_it_waits_for_the_next_one() -> None:
+def test_recovering_rank_releases_its_group_before_it_waits_for_the_next_one() -> None:
     members, failed = [Member(Model(4.0), state=OLD), Member(Model(4.0), state=OLD)], []
     for member in members:
         reasons: list[str] = []
@@ -100,7 +100,7 @@ def test_who_recovers_has_let_go_of_the_group_before_it_waits_for_the_next_one()
     assert failed == [("a peer is gone", ["a peer is gone"])] * 2
 
 
-def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
+def test_joiner_on_the_meta_device_receives_its_values_from_its_peers() -> None:
     members = [Member(Model(5.0), state=NEW), Member(Model(0.0, meta=True), live=False)]
     assert form(members, boundary) == [None, BORDER]
     assert members[1].model.value == 5.0
@@ -108,14 +108,14 @@ def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
     assert members[1].held.phase.holds_state
 
 
-def test_a_joiner_never_speaks_for_all_before_it_has_the_state() -> None:
+def test_joiner_never_represents_the_group_before_it_has_the_state() -> None:
     joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
     form([joiner, member], lambda m: m.formation.reform())
     assert not joiner.formation.is_first
     assert member.formation.is_first
 
 
-def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
+def test_lowest_rank_represents_the_group_once_all_have_the_state() -> None:
     joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
     form([joiner, member], boundary)
     assert joiner.formation.is_first
@@ -139,7 +139,7 @@ def test_ranks_at_different_loops_refuse_to_send_a_joiner_the_state() -> None:
     assert not members[2].held.phase.holds_state
 
 
-def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
+def test_joiners_without_peers_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
         member.formation.syncing.fallback = lambda member=member: (
@@ -150,7 +150,7 @@ def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("reads", [lambda: False, None], ids=["no-checkpoint", "no-resume"])
-def test_joiners_that_find_neither_the_state_nor_a_checkpoint_do_not_begin_at_step_0_without_a_word(
+def test_joiners_without_state_or_checkpoint_do_not_silently_start_at_step_0(
     reads: Callable[[], bool] | None,
 ) -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]

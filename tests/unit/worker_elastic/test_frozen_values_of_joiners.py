@@ -70,7 +70,7 @@ def logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="shoal_worker")
 
 
-def test_a_joiner_with_the_same_base_receives_the_trained_values(
+def test_joiner_with_the_same_base_receives_only_the_trained_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     members = [member(1.0, 5.0), member(1.0, 5.0), member(1.0, 0.0, joins=True)]

@@ -27,7 +27,7 @@ def test_a_guarded_socket_is_shut_down_when_the_group_is_over() -> None:
         assert ended(theirs)
 
 
-def test_a_socket_that_comes_under_guard_too_late_is_shut_down_at_once() -> None:
+def test_socket_guarded_too_late_is_shut_down_at_once() -> None:
     group = group_of_one()
     ours, theirs = socket.socketpair()
     with ours, theirs, group.guarding() as guard:
@@ -36,7 +36,7 @@ def test_a_socket_that_comes_under_guard_too_late_is_shut_down_at_once() -> None
         assert ended(theirs)
 
 
-def test_a_socket_is_let_go_when_its_transfer_is_over() -> None:
+def test_socket_is_released_when_its_transfer_is_over() -> None:
     group = group_of_one()
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -115,7 +115,7 @@ def member(line: str) -> Iterator[int]:
             os.kill(child.pid, signal.SIGKILL)
 
 
-def test_a_neighbour_whose_call_holds_pythons_lock_is_described() -> None:
+def test_neighbour_whose_call_holds_the_gil_is_described() -> None:
     with member("re.match('(a+)+$', 'a' * 60 + 'b')") as pid:
         seen = neighbour_stacks("m1", pid)
         assert neighbour_stacks("m2", pid) is None  # another member had this pid
@@ -126,7 +126,7 @@ def test_a_neighbour_whose_call_holds_pythons_lock_is_described() -> None:
     assert neighbour_stacks("m1", pid) is None
 
 
-def test_a_neighbour_that_is_stopped_is_described() -> None:
+def test_stopped_neighbour_is_described() -> None:
     with member("os.kill(os.getpid(), 19)") as pid:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         seen = neighbour_stacks("m1", pid)

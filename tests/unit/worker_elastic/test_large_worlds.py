@@ -79,7 +79,7 @@ WITHOUT_B = [each for each in TABLE if each.member_id != "b"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on(
+def test_first_generation_of_a_run_is_recognized_by_its_cause_since_numbers_continue(
     whole: bool,
 ) -> None:
     for cause, begins in (
@@ -96,7 +96,7 @@ def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on
         assert generation.begins_run is begins
 
 
-def test_what_a_member_needs_to_form_its_group_is_reported_and_nobody_is_asked() -> None:
+def test_member_receives_what_it_needs_to_form_its_group_without_asking() -> None:
     coordinator = Coordinator()
     generation = coordinator.announce(1, TABLE, None)
     assert (generation.rank, generation.world_size, generation.me.member_id) == (2, 6, "c")
@@ -107,7 +107,7 @@ def test_what_a_member_needs_to_form_its_group_is_reported_and_nobody_is_asked()
     assert generation.known is None
 
 
-def test_some_peers_are_asked_for_once() -> None:
+def test_peers_are_requested_once() -> None:
     coordinator = Coordinator()
     generation = coordinator.announce(1, TABLE, None)
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_some_peers_are_asked_for_once() -> None:
     assert coordinator.asked == [(0, 5)]
 
 
-def test_who_knows_the_table_works_in_what_has_changed_and_asks_nobody() -> None:
+def test_member_with_the_table_applies_changes_without_asking() -> None:
     coordinator = Coordinator()
     first = coordinator.announce(1, TABLE, None)
     assert [peer.member_id for peer in first.peers] == list("abcdef")
@@ -141,9 +141,9 @@ def test_who_knows_the_table_works_in_what_has_changed_and_asks_nobody() -> None
         pb.RankChange(since=1, removed=[9]),
         pb.RankChange(since=1, removed=[1], added=[pb.Rank(rank=7, member_id="x")]),
     ],
-    ids=["another table follows", "a rank that there is not", "a gap"],
+    ids=["another table follows", "an unknown rank", "a gap"],
 )
-def test_a_change_that_does_not_lead_to_the_table_of_the_digest_has_it_asked_for(
+def test_change_that_does_not_match_the_tables_digest_triggers_a_request(
     change: pb.RankChange,
 ) -> None:
     coordinator = Coordinator()
@@ -165,14 +165,14 @@ def test_a_member_that_missed_a_generation_asks() -> None:
     assert [peer.member_id for peer in third.peers] == list("acdef")
 
 
-def test_a_joiner_asks_for_what_it_needs() -> None:
+def test_joiner_requests_what_it_needs() -> None:
     coordinator = Coordinator()
     joined = coordinator.announce(7, WITHOUT_B, None, change=pb.RankChange(since=6, removed=[1]))
     assert [peer.donor_address for peer in joined.peers_of([0, 4])] == ["h:1", "h:6"]
     assert coordinator.asked == [(0, 4)]
 
 
-def test_peers_of_a_generation_that_is_over_cannot_be_had() -> None:
+def test_peers_of_an_ended_generation_are_unavailable() -> None:
     coordinator = Coordinator()
     first = coordinator.announce(1, TABLE, None)
     coordinator.announce(2, WITHOUT_B, first)
@@ -180,7 +180,7 @@ def test_peers_of_a_generation_that_is_over_cannot_be_had() -> None:
         list(first.peers)
 
 
-def test_a_table_with_another_digest_than_was_reported_is_not_taken() -> None:
+def test_table_with_an_unexpected_digest_is_rejected() -> None:
     generation = Coordinator().announce(1, TABLE, None, digest=b"another's")
     with pytest.raises(UnavailableError, match="digest"):
         list(generation.peers)
@@ -188,7 +188,7 @@ def test_a_table_with_another_digest_than_was_reported_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 6])
-def test_a_rank_that_the_world_does_not_have_is_refused(rank: int) -> None:
+def test_rank_outside_the_world_is_refused(rank: int) -> None:
     message = pb.MemberDirective(generation=pb.Generation(number=1, world_size=6), rank=rank)
     with pytest.raises(InternalError, match=f"rank {rank} of 6"):
         parse_generation(message, MINE, None, Coordinator().ask)

@@ -24,7 +24,7 @@ ALONE = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
         ("[fd00::1]:0", OWN, "[fd00::1]:9100"),
     ],
 )
-def test_it_is_where_they_are_served_or_nothing(
+def test_metrics_address_is_the_serving_one_or_empty(
     listen: str, own: OwnAddress, expected: str
 ) -> None:
     assert metrics_address(listen, 9100, own) == expected

@@ -13,7 +13,7 @@ from shoal_worker.elastic.session.worker_process import find_session, open_sessi
 from shoal_worker.settings import WorkerSettings
 
 
-def test_who_could_not_join_may_try_again() -> None:
+def test_failed_join_may_be_retried() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as nobody,
         socket.create_server(("127.0.0.1", 0)) as metrics,

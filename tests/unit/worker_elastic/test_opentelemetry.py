@@ -76,7 +76,7 @@ def test_steps_checkpoints_numbers_and_warnings_arrive(received: Receiver, tmp_p
     assert resource["shoal.run"]
 
 
-def test_a_receiver_that_is_away_gets_each_span_and_number_once(
+def test_unavailable_receiver_gets_each_span_and_number_once(
     received: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Spans are accepted, but metrics are refused. The spans must not be sent again."""
@@ -97,7 +97,9 @@ def test_a_receiver_that_is_away_gets_each_span_and_number_once(
     assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
 
 
-def test_events_are_logs_and_the_scripts_random_numbers_stay(received: Receiver) -> None:
+def test_events_become_logs_and_the_scripts_random_numbers_are_unchanged(
+    received: Receiver,
+) -> None:
     expected = random.getstate()
     sink = shoal.OpenTelemetry()
     sink.open(run=TrackedRun(job="train", key="a", place="h1/0"), step=1)
@@ -118,7 +120,7 @@ def test_events_are_logs_and_the_scripts_random_numbers_stay(received: Receiver)
     assert received.resources()[0] | {"shoal.job": "train"} == received.resources()[0]
 
 
-def test_of_quick_calls_few_have_spans_and_failed_and_slow_ones_all() -> None:
+def test_few_quick_calls_and_all_failed_and_slow_ones_have_spans() -> None:
     shoal.init()
     session, found = current_session(), []
     SpanSource(session, found.append, every_steps=1)

@@ -21,7 +21,7 @@ def stream(outbox: Outbox) -> Iterator[str]:
         yield str(message.WhichOneof("message"))
 
 
-def test_what_others_wait_for_goes_out_before_the_next_heartbeat_is_due() -> None:
+def test_urgent_messages_are_sent_before_the_next_heartbeat_is_due() -> None:
     outbox = Outbox(threading.Condition())
     messages = stream(outbox)
     assert next(messages) == "join"
@@ -52,7 +52,7 @@ def test_a_stream_that_waits_is_woken_by_a_change() -> None:
     assert heard == ["heartbeat"]
 
 
-def test_another_stream_says_all_again_and_ends_the_one_before() -> None:
+def test_new_stream_repeats_everything_and_ends_the_previous_one() -> None:
     outbox = Outbox(threading.Condition())
     outbox.ready, outbox.generation = True, 3
     first = stream(outbox)

@@ -54,7 +54,7 @@ def invariant(phase: ScriptPhase) -> bool:
     )
 
 
-def test_the_table_knows_every_move() -> None:
+def test_table_lists_every_transition() -> None:
     moves = {
         name
         for name, value in vars(ScriptPhase).items()
@@ -63,7 +63,7 @@ def test_the_table_knows_every_move() -> None:
     assert moves == set(MOVES)
 
 
-def test_each_move_leads_where_the_table_says_and_from_nowhere_else(
+def test_each_transition_leads_to_the_listed_phase_and_only_from_listed_ones(
     subtests: pytest.Subtests,
 ) -> None:
     for move, source in itertools.product(MOVES, PHASES):
@@ -87,7 +87,7 @@ def test_a_process_that_is_alone_from_the_start_trains() -> None:
 
 
 @pytest.mark.parametrize("cure", ["mend", "replace"])
-def test_a_torn_state_stays_torn_through_a_stop_and_takes_no_step_when_it_is_whole_again(
+def test_torn_state_stays_torn_through_a_stop_and_takes_no_step_once_restored(
     cure: str,
 ) -> None:
     phase = take(ScriptPhase(live=True), "tear", "stop")

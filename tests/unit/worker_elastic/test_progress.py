@@ -31,7 +31,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("step_s", [0.01, 0.3, 2.5])
-def test_the_rate_is_that_of_the_last_second_or_of_the_last_step_if_that_took_longer(
+def test_rate_is_that_of_the_last_second_or_of_a_longer_last_step(
     step_s: float,
 ) -> None:
     clock = Clock()
@@ -44,7 +44,7 @@ def test_the_rate_is_that_of_the_last_second_or_of_the_last_step_if_that_took_lo
     assert meter.snapshot().step_time_s == pytest.approx(step_s)
 
 
-def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
+def test_rate_of_a_stalled_worker_falls() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(3):
@@ -58,7 +58,7 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
     assert rates[-1] < 10
 
 
-def test_a_ranks_time_at_work_is_distinguished_from_its_time_waiting_for_peers() -> None:
+def test_ranks_working_time_is_distinguished_from_waiting_for_peers() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(10):
@@ -74,7 +74,7 @@ def test_a_ranks_time_at_work_is_distinguished_from_its_time_waiting_for_peers()
     assert reported.waiting_s == 0
 
 
-def test_a_step_that_takes_far_longer_than_those_before_is_reported_before_it_ends() -> None:
+def test_step_far_longer_than_earlier_ones_is_reported_before_it_ends() -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(40):
@@ -109,7 +109,7 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
         torch.tensor(0.25, requires_grad=True) * 1,
     ],
 )
-def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
+def test_loss_is_reported_as_a_number_or_a_one_element_tensor(
     reported: float | torch.Tensor,
 ) -> None:
     metrics = WorkerMetrics()
@@ -120,7 +120,7 @@ def test_a_loss_is_reported_as_a_number_or_as_a_tensor_of_one(
     assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
 
 
-def test_a_reported_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -> None:
+def test_reported_loss_is_unaffected_by_later_changes_to_its_tensor() -> None:
     meter = ProgressMeter(WorkerMetrics())
     running = torch.tensor(1.0)
     meter.loss.report(running)
@@ -138,14 +138,14 @@ def test_a_reported_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor
         None,
     ],
 )
-def test_what_is_not_one_number_is_no_loss(reported: Any) -> None:
+def test_value_that_is_not_one_number_is_refused_as_a_loss(reported: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): got .*; expected one number"
     ):
         ProgressMeter(WorkerMetrics()).loss.report(reported)
 
 
-def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:
+def test_reported_numbers_are_in_the_heartbeat_by_name() -> None:
     meter = ProgressMeter(WorkerMetrics())
     meter.report({"loss": 0.5, "accuracy": torch.tensor(0.25)})
     meter.report({"lr": 0.1})
@@ -154,7 +154,7 @@ def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:
     assert dict(message.metrics) == {"accuracy": 0.25, "lr": 0.1}
 
 
-def test_numbers_of_too_many_names_are_refused() -> None:
+def test_too_many_names_of_numbers_are_refused() -> None:
     meter = ProgressMeter(WorkerMetrics())
     meter.report({f"metric{number}": 0.0 for number in range(16)})
     meter.report({"metric3": 1.0, "loss": 1.0})
@@ -166,7 +166,7 @@ def test_numbers_of_too_many_names_are_refused() -> None:
         ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})
 
 
-def test_numbers_that_are_reported_after_the_last_step_reach_the_launcher(tmp_path: Path) -> None:
+def test_numbers_reported_after_the_last_step_reach_the_launcher(tmp_path: Path) -> None:
     meter = ProgressMeter(WorkerMetrics())
     meter.tally_writer = TallyWriter(tmp_path / "tally")
     meter.report({"accuracy": 0.5})
@@ -181,7 +181,7 @@ def test_numbers_that_are_reported_after_the_last_step_reach_the_launcher(tmp_pa
     assert (tally.counts.losses, tally.counts.loss_sum, tally.counts.loss) == (1, 2.0, 2.0)
 
 
-def test_a_round_that_was_pushed_stays_pushed_as_the_last_numbers_are_written(
+def test_pushed_round_stays_pushed_as_the_last_numbers_are_written(
     tmp_path: Path,
 ) -> None:
     meter = ProgressMeter(WorkerMetrics())

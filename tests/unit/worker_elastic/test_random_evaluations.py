@@ -74,7 +74,7 @@ def evaluations(
         ("shoal's", "tensor", False),
     ],
 )
-def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(
+def test_random_evaluation_is_the_same_on_any_number_of_ranks(
     kind: str, strategy: str, deterministic: bool
 ) -> None:
     def rank() -> tuple[list[float], float]:

@@ -31,19 +31,17 @@ def status(
     )
 
 
-def test_equal_states_need_nothing() -> None:
+def test_equal_states_need_no_action() -> None:
     plan = reconcile([status((1, 5)), status((1, 5))])
     assert (plan.donors, plan.behind, plan.results_from) == ((0, 1), (), None)
 
 
-def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_the_generation() -> (
-    None
-):
+def test_rank_in_doubt_of_a_step_committed_by_its_peers_applies_it_before_the_generation() -> None:
     plan = reconcile([status((1, 6), outcomes=6), status((1, 5), doubt=(1, 6), outcomes=6)])
     assert (plan.committed, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
-def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_once() -> None:
+def test_step_whose_commit_all_reduce_no_survivor_received_is_aborted_on_all_at_once() -> None:
     plan = reconcile(
         [
             status((1, 5), doubt=(1, 6), outcomes=6),
@@ -54,7 +52,7 @@ def test_a_step_whose_commit_all_reduce_no_survivor_saw_is_aborted_on_all_at_onc
     assert (plan.newest, plan.committed, plan.moving) == (StateName(1, 5), (), ())
 
 
-def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_too() -> None:
+def test_rank_that_has_not_begun_a_step_lost_by_its_peers_must_lose_it_too() -> None:
     plan = reconcile([status((1, 6), outcomes=7), status((1, 6), outcomes=6)])
     assert (plan.moving, plan.outcomes) == ((1,), 7)
 
@@ -63,16 +61,14 @@ def test_a_joiner_need_not_have_received_anything() -> None:
     assert reconcile([status((1, 6), outcomes=7), status(None, learner=True)]).moving == ()
 
 
-def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all_that_hold_it() -> (
-    None
-):
+def test_rank_with_an_older_state_and_no_doubt_receives_the_newest_from_all_holders() -> None:
     plan = reconcile([status((1, 6)), status((1, 5)), status((1, 6))])
     assert plan.newest == StateName(1, 6)
     assert plan.donors == (0, 2)
     assert plan.behind == (1,)
 
 
-def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_state() -> None:
+def test_overtaken_ranks_are_replaced_and_receive_no_state() -> None:
     in_an_operation = status((1, 20), operations=1, outcomes=20, interrupted=(1, True))
     in_a_step = status((1, 20), doubt=(1, 21), outcomes=21, interrupted=(1, False))
     before_its_first_state = status(None)
@@ -94,23 +90,23 @@ def test_a_later_generation_wins_over_a_higher_step() -> None:
     assert plan.behind == (0,)
 
 
-def test_a_learner_takes_nothing_before_the_step_boundary_and_counts_for_nothing() -> None:
+def test_learner_receives_nothing_before_the_step_boundary_and_does_not_count() -> None:
     plan = reconcile([status((1, 5)), status(None, learner=True)])
     assert plan.behind == ()
     assert plan.learners == (1,)
 
 
-def test_a_rank_whose_update_raised_half_way_never_donates_and_takes_the_state_anew() -> None:
+def test_rank_whose_update_raised_halfway_never_donates_and_receives_the_state_again() -> None:
     plan = reconcile([status((1, 5), poisoned=True), status((1, 5))])
     assert plan.donors == (1,)
     assert plan.behind == (0,)
 
 
-def test_when_every_holder_is_torn_the_state_is_lost() -> None:
+def test_state_is_lost_when_every_holder_is_torn() -> None:
     assert reconcile([status((1, 5), poisoned=True)]).state_lost
 
 
-def test_a_rank_that_has_not_finished_the_first_synchronization_takes_anothers_state() -> None:
+def test_rank_with_an_unfinished_first_synchronization_receives_anothers_state() -> None:
     plan = reconcile([status((1, 0)), status(None)])
     assert plan.behind == (1,)
     assert plan.donors == (0,)
@@ -121,7 +117,7 @@ def test_results_come_from_the_rank_that_finished_most_operations() -> None:
     assert plan.results_from == 1
 
 
-def test_results_of_a_round_that_is_undone_go_to_those_alone_who_have_to_come_to_its_end() -> None:
+def test_results_of_an_undone_round_go_only_to_ranks_that_must_reach_its_end() -> None:
     ends_the_round = status((1, 5), operations=1, outcomes=9, rewinds=True)
     in_the_operation = status((1, 5), outcomes=8)
     has_rewound = status((1, 5), outcomes=9)
@@ -130,7 +126,7 @@ def test_results_of_a_round_that_is_undone_go_to_those_alone_who_have_to_come_to
     assert reconcile([ends_the_round, has_rewound]).results_from is None
 
 
-def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> None:
+def test_rank_behind_receives_the_results_that_followed_the_step_it_missed() -> None:
     plan = reconcile([status((1, 6), operations=1), status((1, 5))])
     assert plan.results_from == 0
 
@@ -138,9 +134,7 @@ def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> No
 IN_OPERATION, IN_STEP = (3, True), (3, False)
 
 
-def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_different_ways() -> (
-    None
-):
+def test_ranks_with_one_state_in_an_operation_and_in_a_step_diverged() -> None:
     assert reconcile(
         [status((1, 5), interrupted=IN_OPERATION), status((1, 5), interrupted=IN_STEP)]
     ).apart == (0,)
@@ -148,7 +142,7 @@ def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_diff
     assert reconcile([status((1, 5), interrupted=IN_STEP)] * 2).apart == ()
 
 
-def test_ranks_that_a_fault_has_parted_did_not_go_different_ways() -> None:
+def test_ranks_separated_by_a_fault_did_not_diverge() -> None:
     behind = status((1, 4), interrupted=IN_STEP)
     further = status((1, 5), interrupted=IN_STEP, operations=1)
     of_another_group = status((1, 5), interrupted=(2, False))
@@ -175,7 +169,7 @@ statuses = st.lists(
 
 
 @given(statuses)
-def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
+def test_donors_have_the_complete_newest_state_and_no_rank_both_sends_and_receives(
     ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
@@ -194,7 +188,7 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
 
 
 @given(statuses)
-def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_lacks_state_learns_what_to_do(
+def test_ranks_never_wait_for_idle_ones_and_each_without_state_learns_what_to_do(
     ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
@@ -208,5 +202,5 @@ def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_lacks_state_learn
 
 
 @given(statuses)
-def test_rank_statuses_survive_the_wire(ranks: list[RankStatus]) -> None:
+def test_rank_statuses_survive_serialization(ranks: list[RankStatus]) -> None:
     assert [RankStatus.decode(s.encode()) for s in ranks] == ranks

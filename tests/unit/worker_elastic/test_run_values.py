@@ -37,7 +37,7 @@ def test_a_joiner_and_a_resumed_script_get_the_values_of_the_run() -> None:
     assert RunValues(values).best == 0.9
 
 
-def test_a_lost_step_puts_values_back() -> None:
+def test_lost_step_restores_values() -> None:
     registered, run = registered_with(seen=0, history=[])
     for lost in (False, True, False):
         registered.put_back_again()
@@ -52,7 +52,7 @@ def test_a_lost_step_puts_values_back() -> None:
     assert (run.seen, run.history) == (24, [12, 24])
 
 
-def test_a_name_that_was_not_registered_is_refused() -> None:
+def test_unregistered_name_is_refused() -> None:
     _, run = registered_with(best=0.0, epoch=1)
     message = r"'bset' is not a value of the run's state; expected one passed .* \(best, epoch\)"
     with pytest.raises(AttributeError, match=message):

@@ -41,7 +41,7 @@ class Seen:
         self.samples = state["samples"]
 
 
-def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
+def test_changes_of_a_lost_step_to_a_registered_object_are_undone() -> None:
     registered, seen = RegisteredState(), Seen()
     registered.register("seen", seen, copied=True)
     for lost in (False, True, True, False):
@@ -58,7 +58,7 @@ def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
     assert seen.samples.item() == 22
 
 
-def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost_step() -> None:
+def test_peers_and_checkpoints_receive_a_registered_object_as_before_the_lost_step() -> None:
     registered, seen = RegisteredState(), Seen()
     registered.register("seen", seen, copied=True)
     registered.step_begins()
@@ -150,7 +150,7 @@ def test_a_scaler_that_is_not_enabled_may_be_updated_after_an_aborted_step() -> 
     scaler.update()
 
 
-def test_what_advanced_in_a_step_is_withdrawn_while_nobody_knows_whether_it_counts() -> None:
+def test_advances_in_a_step_are_withdrawn_while_its_outcome_is_unknown() -> None:
     registered, lr = RegisteredState(), scheduler()
     registered.advance_with(lr.optimizer)
     registered.register("lr", lr)
@@ -198,7 +198,7 @@ def test_a_copy_of_a_registered_scheduler_steps_itself_and_is_not_gated() -> Non
     assert (lr.last_epoch, copied.last_epoch) == (0, 1)
 
 
-def test_a_state_waits_for_an_object_that_is_registered_later() -> None:
+def test_state_waits_for_an_object_registered_later() -> None:
     donor, donors_lr = RegisteredState(), scheduler()
     donor.register("lr", donors_lr)
     donors_lr.step()
@@ -248,7 +248,7 @@ def test_an_advance_before_the_step_was_found_lost_is_undone() -> None:
 
 
 @pytest.mark.parametrize("saved_after_it_advanced", [True, False])
-def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_again(
+def test_advances_repeated_for_skipped_epochs_do_not_count_again(
     saved_after_it_advanced: bool,
 ) -> None:
     before = RegisteredState()
@@ -270,7 +270,7 @@ def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_a
     assert resumed.last_epoch == 3
 
 
-def test_a_scheduler_made_after_its_state_was_loaded_leaves_the_loaded_learning_rate() -> None:
+def test_scheduler_created_after_its_state_was_loaded_keeps_the_loaded_learning_rate() -> None:
     def warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LinearLR:
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
 
@@ -294,7 +294,7 @@ def test_a_scheduler_made_after_its_state_was_loaded_leaves_the_loaded_learning_
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | torch.Tensor) -> None:
+def test_digest_of_the_settings_follows_every_change(lr: float | torch.Tensor) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.99))
     registered = RegisteredState()
@@ -325,9 +325,7 @@ def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | to
 
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 1), (0.0, -0.0), (True, 1)])
-def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(
-    first: float, then: float
-) -> None:
+def test_equal_numbers_have_one_digest_even_on_a_later_rank(first: float, then: float) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     member, joiner = RegisteredState(), RegisteredState()
     for registered in (member, joiner):
@@ -338,7 +336,7 @@ def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(
     assert joiner.settings_digest() == member.settings_digest() == before
 
 
-def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_settings() -> None:
+def test_group_membership_and_trainability_of_parameters_are_among_the_settings() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, *others = net.parameters()
     settings_seen = []

@@ -56,7 +56,7 @@ SOURCE = (
         ),
     ],
 )
-def test_a_script_that_ended_badly_is_distinguished_from_one_that_ended_well(
+def test_failed_script_is_distinguished_from_a_successful_one(
     ending: str, status: int, failure: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"

@@ -18,7 +18,7 @@ def summed(ranks: list[ScriptPosition]) -> list[float]:
 
 
 @given(places, st.integers(1, 1000))
-def test_ranks_at_one_place_agree_however_many_they_are(place: ScriptPosition, ranks: int) -> None:
+def test_any_number_of_ranks_at_one_position_agree(place: ScriptPosition, ranks: int) -> None:
     assert len(place.word()) == PLACE_WORD_LENGTH
     assert agree(summed([place] * ranks))
 
@@ -29,14 +29,14 @@ def test_ranks_agree_only_at_one_place(ranks: list[ScriptPosition]) -> None:
 
 
 @pytest.mark.parametrize("field", ["number", "epoch", "step", "dealing"])
-def test_one_of_many_ranks_that_is_a_little_off_is_found(field: str) -> None:
+def test_one_of_many_ranks_slightly_off_is_found(field: str) -> None:
     most = 2**20 - 1
     place = ScriptPosition("loader", most, most, most, most)
     assert not agree(summed([place] * 8191 + [place._replace(**{field: most - 1})]))
 
 
 @pytest.mark.parametrize("off", [1, 2**20 - 6, 2**20, 2**39])
-def test_dealings_that_are_alike_in_most_digits_are_distinguished(off: int) -> None:
+def test_dealings_that_differ_in_few_digits_are_distinguished(off: int) -> None:
     assert not agree(
         summed([ScriptPosition("a", 1, 0, 0, 5)] * 999 + [ScriptPosition("a", 1, 0, 0, 5 + off)])
     )

@@ -51,7 +51,7 @@ def same(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-def test_a_batch_that_was_only_looked_at_is_dealt_again() -> None:
+def test_peeked_batch_is_dealt_again() -> None:
     expected = undisturbed()
     model, optimizer, loader = start()
     x, _ = next(iter(loader))
@@ -60,7 +60,7 @@ def test_a_batch_that_was_only_looked_at_is_dealt_again() -> None:
     assert loader.global_step == 3
 
 
-def test_a_forward_and_a_backward_pass_on_a_batch_that_was_looked_at_leave_no_trace() -> None:
+def test_forward_and_backward_pass_on_a_peeked_batch_leave_no_trace() -> None:
     expected = undisturbed()
     model, optimizer, loader = start()
     x, y = next(iter(loader))
@@ -68,7 +68,7 @@ def test_a_forward_and_a_backward_pass_on_a_batch_that_was_looked_at_leave_no_tr
     assert same(train(model, optimizer, loader), expected)
 
 
-def test_an_iterator_that_was_only_looked_into_and_is_kept_does_not_stand_in_the_way() -> None:
+def test_kept_iterator_that_was_only_peeked_at_does_not_block_the_loop() -> None:
     expected = undisturbed()
     model, optimizer, loader = start()
     kept = iter(loader)
@@ -76,7 +76,7 @@ def test_an_iterator_that_was_only_looked_into_and_is_kept_does_not_stand_in_the
     assert same(train(model, optimizer, loader), expected)
 
 
-def test_one_step_of_micro_batches_may_be_looked_at() -> None:
+def test_one_step_of_micro_batches_may_be_peeked_at() -> None:
     model, optimizer, loader = start(micro_batch_size=4)
     for batch in next(loader.steps()):
         model(batch[0])
@@ -105,9 +105,7 @@ def arriving() -> ScriptPhase:
     return phase
 
 
-def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_still_finish_it() -> (
-    None
-):
+def test_joiner_that_left_its_loop_before_finishing_its_first_step_may_still_finish_it() -> None:
     model, optimizer, loader = start()
     phase = arriving()
     for x, y in loader:
@@ -134,7 +132,7 @@ def test_an_update_that_raises_in_a_joiners_first_step_is_reported_by_its_own_er
     assert phase.now is Phase.TORN
 
 
-def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(
+def test_step_taken_by_ranks_at_different_places_is_refused_before_it_is_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer, loader = start()
@@ -165,7 +163,7 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_batch_that_weighs_nothing_may_hold_anything() -> None:
+def test_batch_of_weight_zero_may_contain_anything() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -209,7 +207,7 @@ def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, 
                 yield place, Snapshot.take(session.assemble(LocalChannel())).state()
 
 
-def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
+def test_run_with_two_loaders_resumes_from_any_step() -> None:
     whole = list(run_two_loaders())
     places = [place for place, _ in whole]
     assert len(places) == 3 * (3 + 2 + 3)
@@ -251,7 +249,7 @@ def test_an_inner_loop_that_took_all_its_micro_batches_need_not_ask_for_another(
     assert loader.global_step == 3
 
 
-def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() -> None:
+def test_inner_loop_whose_step_ended_inside_it_names_the_correct_place() -> None:
     """Calling `step()` inside the inner loop raises an error that names the right place. Other
     ranks may have different numbers of micro-batches, even none."""
     model, optimizer, loader = start(micro_batch_size=8)
@@ -283,7 +281,7 @@ def test_a_deterministic_model_may_be_called_before_the_loop(strategy: str) -> N
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_deterministic_steps_without_micro_batches_are_refused_in_a_loop_of_the_users_own_too(
+def test_deterministic_steps_without_micro_batches_are_refused_even_in_a_users_own_loop(
     strategy: str,
 ) -> None:
     model, optimizer, _ = start(strategy=strategy, deterministic=True)

@@ -59,7 +59,7 @@ def spare(*, replica_size: int, world_size: int, rank: int, gone: tuple[str, ...
     return member
 
 
-def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_last(
+def test_spare_reports_every_ten_seconds_how_many_ranks_are_missing_and_who_left_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     member = spare(
@@ -83,7 +83,7 @@ def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_
     )
 
 
-def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(
+def test_spare_beyond_all_requested_replicas_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -111,7 +111,7 @@ class Client:
                 )
 
 
-def test_who_left_last_and_why_is_what_the_coordinator_recorded() -> None:
+def test_last_departure_and_its_reason_come_from_the_coordinators_record() -> None:
     client = Client(
         ("member_joined", "w1", {}),
         (
@@ -142,7 +142,7 @@ def replica_size(options: dict[str, Any]) -> int:
     ("options", "expected"),
     [({"strategy": "ddp"}, 1), ({"strategy": "pipeline", "pipeline_parallel_size": 2}, 2)],
 )
-def test_a_strategy_says_how_many_ranks_make_a_replica(
+def test_strategy_determines_how_many_ranks_form_a_replica(
     options: dict[str, Any], expected: int
 ) -> None:
     assert shoal.launch(replica_size, options, world_size=2) == [expected] * 2

@@ -72,7 +72,7 @@ def address(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_collective_that_is_stalled_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(
+def test_collective_stalled_by_an_unreachable_peer_is_ended_and_the_peer_named(
     watched: Any,
 ) -> None:
     with listening() as there, listening() as gone:
@@ -89,7 +89,7 @@ def test_a_collective_that_is_stalled_because_a_peer_is_out_of_reach_is_ended_an
         group.all_gather_integers([0])
 
 
-def test_a_stalled_collective_stays_stalled_while_all_peers_are_reached(
+def test_stalled_collective_continues_to_wait_while_all_peers_are_reachable(
     watched: Any,
 ) -> None:
     with listening() as there:
@@ -101,7 +101,7 @@ def test_a_stalled_collective_stays_stalled_while_all_peers_are_reached(
     assert set(link.reports) == {()}
 
 
-def test_short_waits_are_not_looked_into(watched: Any) -> None:
+def test_short_waits_are_not_investigated(watched: Any) -> None:
     group = Group(generation("", "127.0.0.1:1"), None, None)
     link, waits = watched(group)
     for _ in range(200):
@@ -111,7 +111,7 @@ def test_short_waits_are_not_looked_into(watched: Any) -> None:
     assert group.broken is None
 
 
-def test_the_connection_that_has_something_to_send_all_the_time_is_named_with_its_speed() -> None:
+def test_constantly_sending_connection_is_named_with_its_speed() -> None:
     now = [100.0]
     links = BusyLinks(lambda: now[0])
     ranks = generation("10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1")
@@ -134,7 +134,7 @@ def test_the_connection_that_has_something_to_send_all_the_time_is_named_with_it
 
 
 @pytest.mark.parametrize("world", [2, 16, 17, 1000, 10_000])
-def test_a_rank_of_a_large_world_looks_at_a_few_peers_only(world: int) -> None:
+def test_rank_of_a_large_world_probes_only_a_few_peers(world: int) -> None:
     for rank in (0, world - 1):
         peers = neighbours(rank, world)
         assert rank not in peers

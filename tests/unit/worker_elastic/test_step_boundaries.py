@@ -93,14 +93,14 @@ def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
     assert departure.stopped == "enough"
 
 
-def test_a_rank_that_has_not_received_it_stops_with_the_others(rank: SimpleNamespace) -> None:
+def test_rank_that_has_not_received_the_stop_stops_with_the_others(rank: SimpleNamespace) -> None:
     rank.strategy.others = (1.0, 1.0)
     assert take_step(rank)
     with pytest.raises(StopTraining, match="stopped"):
         rank.steps.begin_step(None)
 
 
-def test_a_member_that_was_evicted_lets_go_of_its_group_and_says_why(rank: SimpleNamespace) -> None:
+def test_evicted_member_releases_its_group_and_reports_the_reason(rank: SimpleNamespace) -> None:
     assert take_step(rank)
     rank.link.refused = PreconditionError("its lease expired", reason="LEASE_EXPIRED")
     assert take_step(rank)
@@ -109,7 +109,7 @@ def test_a_member_that_was_evicted_lets_go_of_its_group_and_says_why(rank: Simpl
     assert rank.membership.left == ["the coordinator evicted this member"]
 
 
-def test_state_that_was_damaged_on_the_way_is_asked_for_again(
+def test_state_damaged_in_transit_is_requested_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """State that is damaged in transfer raises UnavailableError, so that it is requested again. A
@@ -142,7 +142,7 @@ class Counted:
         self.count = state["count"]
 
 
-def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_script(
+def test_loop_left_at_a_lost_step_leaves_registered_objects_to_the_script(
     rank: SimpleNamespace,
 ) -> None:
     seen, source = (

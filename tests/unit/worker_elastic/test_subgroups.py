@@ -103,7 +103,7 @@ def test_each_axis_sums_over_its_own_ranks(
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_connections_of_one_name_are_apart(
+def test_connections_with_one_name_are_separate(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
     """Messages of one connection never reach another, although several models connect the ranks
@@ -132,7 +132,7 @@ def test_connections_of_one_name_are_apart(
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_messages_of_which_few_are_long_come_whole_and_in_order(
+def test_messages_of_very_different_lengths_arrive_complete_and_in_order(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
     payloads = [b"short", bytes(range(256)) * 5000, b"", b"other"]
@@ -144,7 +144,7 @@ def test_messages_of_which_few_are_long_come_whole_and_in_order(
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_a_failure_in_one_part_ends_the_whole_group_for_all(
+def test_failure_in_one_subgroup_ends_the_group_for_all(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
     def do(group: Group) -> None:
@@ -164,7 +164,7 @@ def test_a_failure_in_one_part_ends_the_whole_group_for_all(
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_a_rank_that_waits_for_another_to_come_to_a_part_is_freed_when_its_group_ends(
+def test_rank_that_waits_for_another_to_form_a_subgroup_is_freed_when_its_group_ends(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
     waiting, group_of_0 = threading.Event(), []
@@ -188,7 +188,7 @@ def test_a_rank_that_waits_for_another_to_come_to_a_part_is_freed_when_its_group
     assert "a newer generation began" in str(freed)
 
 
-def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
+def test_subgroup_of_one_rank_has_no_peers_and_a_subgroup_has_no_subgroups() -> None:
     def do(group: Group) -> Any:
         alone = group.subgroup([group.rank], f"only {group.rank}")
         assert alone is not None
@@ -211,7 +211,7 @@ def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
     assert ranks(InMemoryBackend, do) == [(1.0, 0, 1, [b"x"])] * WORLD
 
 
-def test_ranks_of_a_launch_have_parts_too_and_leave_them_without_ending_the_others() -> None:
+def test_ranks_of_a_launch_have_subgroups_too_and_leave_them_without_ending_the_others() -> None:
     def do() -> float:
         net = nn.Linear(1, 1)
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -225,7 +225,7 @@ def test_ranks_of_a_launch_have_parts_too_and_leave_them_without_ending_the_othe
     assert shoal.launch(do, world_size=WORLD) == [3.0, 3.0, 7.0, 7.0]
 
 
-def test_ranks_that_sum_different_numbers_end_the_group_and_say_so() -> None:
+def test_ranks_that_sum_different_numbers_end_the_group_with_a_reason() -> None:
     def sum_as_many_as_the_rank(group: Group) -> None:
         group.all_reduce_short(torch.ones(group.rank + 1))
 

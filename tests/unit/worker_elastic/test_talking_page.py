@@ -20,7 +20,7 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_pages_loss_over_the_whole_batch_trains_the_same_on_any_number_of_ranks() -> None:
+def test_loss_over_the_whole_batch_from_the_page_trains_the_same_on_any_number_of_ranks() -> None:
     def rank() -> list[float]:
         known: dict[str, object] = {}
         exec(
@@ -45,7 +45,7 @@ def test_the_pages_example_of_torchs_own_functions_runs(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "1 ranks\n"
 
 
-def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:
+def test_metric_of_torchmetrics_is_computed_over_all_ranks() -> None:
     # imported here because only this test needs it, and it takes more than a second
     import torchmetrics
 

@@ -26,7 +26,7 @@ def _launched(run, world_size=3):
     return shoal.launch(rank, world_size=world_size)
 
 
-def test_ranks_are_shoals():
+def test_group_has_shoals_ranks_and_size():
     assert _launched(
         lambda rank, group: (rank, dist.get_world_size(group), dist.get_process_group_ranks(group))
     ) == [(rank, 3, [0, 1, 2]) for rank in range(3)]
@@ -56,7 +56,7 @@ def test_all_reduce_is_in_place(op, expected, dtype):
         assert result.tolist() == torch.tensor(expected, dtype=dtype).tolist()
 
 
-def test_every_collective_gives_what_torch_says():
+def test_every_collective_matches_torchs_documentation():
     def run(rank, group):
         parts = [torch.zeros(2, dtype=torch.int64) for _ in range(3)]
         dist.all_gather(parts, torch.tensor([rank, rank]), group=group)
@@ -160,7 +160,7 @@ def test_every_collective_gives_what_torch_says():
         ),
     ],
 )
-def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
+def test_invalid_call_is_one_error_on_all_ranks(call, kind, message):
     def run(rank, group):
         with pytest.raises(kind, match=message):
             call(rank, group)
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
     assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
-def test_a_rank_that_received_something_else_stops_the_call_on_all_ranks():
+def test_rank_with_a_mismatched_call_fails_the_call_on_all_ranks():
     def run(rank, group):
         if rank == 1:
             group._asked = (1, 4)  # the state after a fault
@@ -189,7 +189,7 @@ def test_a_rank_that_received_something_else_stops_the_call_on_all_ranks():
     assert _launched(run) == [3, 3, 3]
 
 
-def test_inside_a_step_and_in_a_backward_pass_is_refused():
+def test_call_inside_a_step_or_a_backward_pass_is_refused():
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, values):
@@ -221,7 +221,7 @@ def test_inside_a_step_and_in_a_backward_pass_is_refused():
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_without_a_job_it_is_a_world_of_one():
+def test_process_without_a_job_is_a_world_of_one():
     group = shoal.process_group()
     try:
         assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 1)
@@ -235,7 +235,7 @@ def test_without_a_job_it_is_a_world_of_one():
     assert not dist.is_initialized()
 
 
-def test_a_default_group_of_the_scripts_own_is_refused():
+def test_scripts_own_default_group_is_refused():
     def rank():
         _begin()
         world = c10d._world
@@ -254,7 +254,7 @@ def test_a_default_group_of_the_scripts_own_is_refused():
     assert shoal.launch(rank, world_size=2) == ["DEFAULT_GROUP_EXISTS"] * 2
 
 
-def test_a_metric_of_torchmetrics_takes_the_group():
+def test_metric_of_torchmetrics_accepts_the_group():
     # imported here because only this test needs it, and it takes more than a second
     import torchmetrics
 

@@ -126,7 +126,7 @@ def train(style: str, sink: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("style", ["before step()", "after step()", "train_step"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_loss_belongs_to_the_step_that_it_was_reported_for(style: str, every: int) -> None:
+def test_loss_belongs_to_the_step_it_was_reported_for(style: str, every: int) -> None:
     memory = Memory()
     train(style, memory, every_steps=every)
     due = [step for step in range(1, STEPS + 1) if step % every == 0]
@@ -142,7 +142,7 @@ def test_a_loop_that_reports_no_loss_has_none() -> None:
     assert "shoal/loss" not in memory.values
 
 
-def test_a_loss_reported_every_few_steps_is_not_reported_for_those_between() -> None:
+def test_loss_reported_every_few_steps_is_not_repeated_in_between() -> None:
     memory = Memory()
     model, optimizer, loader = begin(memory, every_steps=1)
     for (x,) in loader:
@@ -155,7 +155,7 @@ def test_a_loss_reported_every_few_steps_is_not_reported_for_those_between() -> 
     assert memory.values["shoal/loss"] == [(4, 4.0), (8, 8.0)]
 
 
-def test_other_numbers_are_written_by_their_names_for_the_step_they_are_reported_in() -> None:
+def test_other_numbers_are_written_by_name_for_the_step_they_were_reported_in() -> None:
     memory = Memory()
     model, optimizer, loader = begin(memory, every_steps=2)
     for (x,) in loader:
@@ -176,7 +176,7 @@ def losses(memory: Memory) -> list[int]:
     return [step for step, _ in memory.values["shoal/loss"]]
 
 
-def test_a_tracker_that_is_away_gets_everything_once_it_is_back(
+def test_unavailable_tracker_receives_everything_on_its_return(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     away, memory = Away(), Memory()
@@ -201,7 +201,7 @@ def test_a_tracker_that_is_away_gets_everything_once_it_is_back(
     ]
 
 
-def test_a_tracker_that_stays_away_delays_no_one_and_the_log_says_what_it_lacks(
+def test_tracker_that_stays_unavailable_delays_nobody_and_the_log_lists_its_gaps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -261,7 +261,7 @@ def test_a_sink_is_closed_although_its_thread_runs_in_the_middle_of_the_end(
     assert (losses(slow), slow.closed) == ([1], [True])
 
 
-def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
+def test_hanging_tracker_takes_less_than_a_millisecond_of_a_step() -> None:
     """The test measures processor time, because another process may interrupt the training thread.
     A call that waited for the sink would never return."""
     stuck = Stuck()
@@ -292,7 +292,7 @@ def test_a_tracker_that_hangs_takes_less_than_a_millisecond_of_a_step() -> None:
     assert losses(stuck) == list(range(1, 20 * STEPS + 1))
 
 
-def test_ranks_that_come_and_go_are_events() -> None:
+def test_joining_and_leaving_ranks_are_events() -> None:
     two, three = SessionValues(1, 2, 0), SessionValues(2, 3, 0, newcomers=1)
     assert changes(two, three, step=5, last=None) == [
         (EventKind.JOIN, "1 rank(s) joined"),
@@ -308,7 +308,7 @@ def test_ranks_that_come_and_go_are_events() -> None:
     assert changes(three, three, step=6, last=None) == []
 
 
-def test_tensorboard_reads_it_as_one_run(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_log_as_one_run(tmp_path: Path) -> None:
     train("after step()", shoal.TensorBoard(tmp_path), every_steps=1)
     assert points(tmp_path, "shoal/loss") == [(step, float(step)) for step in range(1, STEPS + 1)]
 
@@ -318,7 +318,7 @@ def test_tensorboards_files_cannot_be_at_a_url() -> None:
         shoal.TensorBoard("s3://bucket/logs")
 
 
-def test_without_the_package_it_says_what_to_install(
+def test_missing_tensorboard_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_missing(monkeypatch, "tensorboard")
@@ -326,7 +326,7 @@ def test_without_the_package_it_says_what_to_install(
         shoal.TensorBoard(tmp_path)
 
 
-def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(
+def test_mlflow_has_one_run_per_key_however_often_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in mlruns.environment(tmp_path).items():
@@ -345,7 +345,7 @@ def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(
     assert len(mlruns.runs(tmp_path)) == 2
 
 
-def test_a_run_alone_has_a_key_and_no_job() -> None:
+def test_single_process_run_has_a_key_and_no_job() -> None:
     memory = Memory()
     train("after step()", memory, every_steps=1)
     (run,) = memory.runs
@@ -353,7 +353,7 @@ def test_a_run_alone_has_a_key_and_no_job() -> None:
     assert not run.job
 
 
-def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mlflow_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="expected the name of an experiment"):
         shoal.MLflow("")
     pretend_missing(monkeypatch, "mlflow")
@@ -361,7 +361,7 @@ def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         shoal.MLflow("digits")
 
 
-def test_every_how_many_steps_is_checked() -> None:
+def test_interval_in_steps_is_checked() -> None:
     with pytest.raises(ConfigurationError, match=r"every_steps=0\): expected 1 or more"):
         begin(Memory(), every_steps=0)
 
@@ -402,13 +402,13 @@ def test_wandb_refuses_options_that_would_select_another_run() -> None:
         shoal.WandB("")
 
 
-def test_without_wandb_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_missing(monkeypatch, "wandb")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[wandb\]'"):
         shoal.WandB("digits")
 
 
-def test_without_the_exporter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_exporter_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.metric_exporter")
     pretend_missing(monkeypatch, "opentelemetry.exporter.otlp.proto.grpc")
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[opentelemetry\]'"):

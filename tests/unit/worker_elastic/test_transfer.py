@@ -73,7 +73,7 @@ def test_an_ipv6_donor_reports_an_address_that_peers_and_the_coordinator_can_rea
     donor.close()
 
 
-def test_a_receiver_asks_some_donors_and_the_next_one_asks_others() -> None:
+def test_receivers_distribute_their_requests_over_the_donors() -> None:
     assert share_of((2,), receiver=7) == (2,)
     assert sorted(share_of((0, 1, 3), receiver=2)) == [0, 1, 3]
     donors = range(100, 100 + 3 * MOST_DONORS)
@@ -81,7 +81,7 @@ def test_a_receiver_asks_some_donors_and_the_next_one_asks_others() -> None:
     assert sorted(donor for each in asked for donor in each) == list(donors)
 
 
-def test_a_receiver_may_come_before_the_offer() -> None:
+def test_receiver_may_arrive_before_the_offer() -> None:
     donor = StateDonor("127.0.0.1")
     answers: list[object] = []
     receiver = threading.Thread(
@@ -94,7 +94,7 @@ def test_a_receiver_may_come_before_the_offer() -> None:
     assert len(answers) == 1
 
 
-def test_a_wrong_nonce_gets_nothing() -> None:
+def test_wrong_nonce_receives_nothing() -> None:
     donor = StateDonor("127.0.0.1")
     donor.expect(NONCE)
     with donor.offering(state(), NONCE), pytest.raises(UnavailableError, match="lost donor"):
@@ -102,7 +102,7 @@ def test_a_wrong_nonce_gets_nothing() -> None:
     donor.close()
 
 
-def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_block_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     donor = StateDonor("127.0.0.1")
     honest = transfer._digest
     monkeypatch.setattr(
@@ -123,13 +123,13 @@ def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     donor.close()
 
 
-def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
+def test_donors_with_different_states_are_not_mixed(caplog: pytest.LogCaptureFixture) -> None:
     zeros, ones = {"x": torch.zeros(3_000_000)}, {"x": torch.ones(3_000_000)}
     assert torch.equal(taken_from(zeros, ones, zeros)["x"], zeros["x"])
     assert "ranks that should have the same state offer different states" in caplog.text
 
 
-def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
+def test_device_digest_is_not_compared_with_a_host_digest(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A digest computed on a device is not compared with digests computed on the host, so a mixture
@@ -170,7 +170,7 @@ def taken_from(*states: Any) -> Any:
         return take_state([donor.address for donor in donors], NONCE, timeout=TIMEOUT)[0]
 
 
-def test_peers_receive_another_address_than_is_listened_on_where_they_reach_it_there() -> None:
+def test_peers_receive_the_reachable_address_instead_of_the_listening_one() -> None:
     donor = StateDonor("0.0.0.0", announced="203.0.113.7")
     host, _, port = donor.address.rpartition(":")
     assert host == "203.0.113.7"
@@ -179,7 +179,7 @@ def test_peers_receive_another_address_than_is_listened_on_where_they_reach_it_t
     donor.close()
 
 
-def test_a_donor_that_is_gone_is_named_with_the_flag_that_says_where_it_is_reached() -> None:
+def test_unreachable_donor_is_named_with_the_flag_for_its_address() -> None:
     donor = StateDonor("127.0.0.1")
     address = donor.address
     donor.close()
@@ -206,7 +206,7 @@ def donor() -> Iterator[StateDonor]:
     donor.close()
 
 
-def test_a_receiver_that_hangs_holds_no_donor_up(donor: StateDonor) -> None:
+def test_hanging_receiver_does_not_block_the_donor(donor: StateDonor) -> None:
     with connect(donor) as hung:
         with donor.offering({"x": torch.zeros(16 << 20)}, NONCE):
             hung.sendall(request())
@@ -221,9 +221,7 @@ def test_a_stranger_is_turned_away_at_its_first_bytes(donor: StateDonor) -> None
         assert _is_closed(stranger)
 
 
-def test_who_says_nothing_is_turned_away_soon(
-    donor: StateDonor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_client_is_rejected_soon(donor: StateDonor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
     with connect(donor) as silent, connect(donor) as trickling:
         trickling.sendall(transfer._MAGIC)
@@ -231,7 +229,7 @@ def test_who_says_nothing_is_turned_away_soon(
         assert _is_closed(trickling)
 
 
-def test_more_connections_than_are_served_at_a_time_wait_their_turn(
+def test_connections_beyond_the_limit_wait_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
@@ -279,7 +277,7 @@ def test_a_donor_outlives_a_lack_of_descriptors(
         {"structure": {"!": "no such kind"}, "tensors": []},
     ],
 )
-def test_what_describes_no_state_is_corrupt_data(
+def test_bytes_that_do_not_describe_a_state_are_corrupt_data(
     donor: StateDonor, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
     honest = transfer._encode_header
@@ -292,7 +290,7 @@ def test_what_describes_no_state_is_corrupt_data(
         take_state([donor.address], NONCE, timeout=TIMEOUT)
 
 
-def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_donor_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_BLOCK_TIMEOUT_S", 0.3)
     header = transfer._encode_header({"x": {"!": "tensor", "name": "x"}}, {"x": torch.ones(1000)})
     with socket.create_server(("127.0.0.1", 0)) as slow:
@@ -316,7 +314,7 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
             thread.join(60)
 
 
-def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
+def test_guard_of_a_transfer_can_end_it(donor: StateDonor) -> None:
     """A receiver that waits for a donor without an offer is ended by the owner of its guard."""
     guarded: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
@@ -357,7 +355,7 @@ def secure() -> Iterator[StateDonor]:
 
 
 @pytest.mark.parametrize("donors", [1, 3])
-def test_over_tls_a_state_arrives_bit_for_bit(donors: int) -> None:
+def test_state_arrives_bit_for_bit_over_tls(donors: int) -> None:
     offered = state()
     servers = [StateDonor("127.0.0.1", secure=True) for _ in range(donors)]
     try:
@@ -373,7 +371,7 @@ def test_over_tls_a_state_arrives_bit_for_bit(donors: int) -> None:
 
 
 @pytest.mark.parametrize("over_tls", [False, True])
-def test_over_tls_neither_the_nonce_nor_the_state_can_be_read_on_the_way(over_tls: bool) -> None:
+def test_neither_the_nonce_nor_the_state_is_readable_on_the_wire_over_tls(over_tls: bool) -> None:
     secret, seen = b"what nobody else may read", bytearray()
     donor = StateDonor("127.0.0.1", secure=over_tls)
     offered = {"x": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
@@ -389,8 +387,8 @@ def test_over_tls_neither_the_nonce_nor_the_state_can_be_read_on_the_way(over_tl
     assert (secret in seen, NONCE.encode() in seen) == (not over_tls, not over_tls)
 
 
-@pytest.mark.parametrize("key", [None, "0" * 32], ids=["in plain text", "for another one's key"])
-def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(
+@pytest.mark.parametrize("key", [None, "0" * 32], ids=["in plain text", "for another key"])
+def test_receiver_without_tls_or_at_another_donor_receives_nothing(
     secure: StateDonor, key: str | None
 ) -> None:
     with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError, match="lost donor"):
@@ -402,7 +400,7 @@ def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(
         )
 
 
-def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(
+def test_stranger_with_the_key_and_without_the_nonce_receives_nothing_over_tls(
     secure: StateDonor,
 ) -> None:
     secure.expect(NONCE)
@@ -410,7 +408,7 @@ def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(
         take_state([secure.address], "f" * 32, timeout=TIMEOUT, keys=[secure.key])
 
 
-def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDonor) -> None:
+def test_closing_offer_ends_its_transfers_over_tls(secure: StateDonor) -> None:
     marker, seen, under_way = b"marker of the state, often", bytearray(), threading.Event()
     large = torch.frombuffer(bytearray(marker * (2 << 20)), dtype=torch.uint8)
 
@@ -439,7 +437,7 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
     assert marker not in seen
 
 
-def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
+def test_connection_that_is_shut_down_stays_a_tls_connection() -> None:
     """A TLS connection that is shut down stays a TLS connection, so a concurrent sender fails
     instead of sending plain text, as after SSLSocket's own method."""
     here, there = socket.socketpair()

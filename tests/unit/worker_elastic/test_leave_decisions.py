@@ -22,7 +22,7 @@ def leaves(*now: int, stop: bool = False) -> WhoLeaves:
     return WhoLeaves(now=frozenset(now), stop=stop)
 
 
-def test_nobody_leaves_who_was_not_asked() -> None:
+def test_rank_that_was_not_asked_does_not_leave() -> None:
     assert who_leaves([vote("ab"), vote("ba")]) == leaves()
 
 
@@ -32,21 +32,21 @@ def test_ranks_with_copies_elsewhere_leave_together() -> None:
     ) == leaves(0, 2)
 
 
-def test_of_two_that_hold_the_only_copies_of_a_shard_one_leaves_now() -> None:
+def test_one_of_two_holders_of_a_shards_only_copies_leaves_now() -> None:
     assert who_leaves([vote("ab", asked=True), vote("bc", asked=True), vote("ca")]) == leaves(0)
 
 
-def test_who_is_left_out_of_the_next_generation_goes_first() -> None:
+def test_rank_excluded_from_the_next_generation_leaves_first() -> None:
     assert who_leaves(
         [vote("ab", asked=True), vote("bc", asked=True, excluded=True), vote("ca")]
     ) == leaves(1)
 
 
-def test_all_stop_where_the_only_copy_would_leave() -> None:
+def test_all_stop_if_the_only_copy_would_leave() -> None:
     assert who_leaves([vote("a", asked=True), vote("b")]) == leaves(stop=True)
 
 
-def test_all_stop_where_those_that_are_left_out_have_the_only_copies() -> None:
+def test_all_stop_if_the_excluded_ranks_have_the_only_copies() -> None:
     assert who_leaves(
         [vote("ab", asked=True, excluded=True), vote("ba", asked=True, excluded=True), vote("c")]
     ) == leaves(stop=True)
@@ -56,5 +56,5 @@ def test_the_only_copy_waits_for_a_joiner() -> None:
     assert who_leaves([vote("a", asked=True), vote("b", joiners=True)]) == leaves()
 
 
-def test_nobody_leaves_alone_when_the_job_stops() -> None:
+def test_no_rank_leaves_alone_when_the_job_stops() -> None:
     assert who_leaves([vote("ab", asked=True), vote("ba", stopping=True)]) == leaves()

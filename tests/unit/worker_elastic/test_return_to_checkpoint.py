@@ -42,7 +42,7 @@ class Loader:
         ((1, 5, False), (0, 0, False), {"train": (1, 5)}, "it is not in a loop"),
     ],
 )
-def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
+def test_script_can_repeat_only_the_steps_of_its_loop(
     train: tuple[int, int, bool],
     other: tuple[int, int, bool],
     then: dict[str, tuple[int, int]],

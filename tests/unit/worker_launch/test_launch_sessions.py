@@ -90,7 +90,7 @@ def train(strategy: str, before_step: Any) -> int:
 # --- sessions
 
 
-def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
+def test_each_rank_and_its_threads_have_their_own_session() -> None:
     def describe_session() -> Any:
         shoal.init()
         with ThreadPoolExecutor(1) as pool:
@@ -110,7 +110,7 @@ def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
     assert find_session() is before
 
 
-def test_the_environment_of_a_job_means_nothing_to_ranks_of_a_launch(
+def test_environment_of_a_job_is_ignored_by_ranks_of_a_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_COORDINATOR", "127.0.0.1:1")
@@ -129,7 +129,7 @@ def test_the_first_ranks_weights_win_and_others_may_have_none() -> None:
         assert all(torch.equal(other[name], first[name]) for name in first)
 
 
-def test_nothing_of_a_launch_stays_behind() -> None:
+def test_launch_leaves_nothing_behind() -> None:
     before = set(threading.enumerate())
     shoal.launch(train, "zero1", lambda steps: None, world_size=2)
     for thread in set(threading.enumerate()) - before:
@@ -141,7 +141,7 @@ def test_nothing_of_a_launch_stays_behind() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_resumed_on_other_ranks_ends_bitwise_as_one_rank_ends(
+def test_run_resumed_on_other_ranks_ends_bitwise_like_one_rank(
     tmp_path: Path, strategy: str
 ) -> None:
     (expected,) = shoal.launch(run_with_all, "ddp", tmp_path / "one", 3, world_size=1)
@@ -161,7 +161,7 @@ def test_a_run_resumed_on_other_ranks_ends_bitwise_as_one_rank_ends(
         assert (steps, rate) == expected[3:] == (12, pytest.approx(1e-6))
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_of_a_launch_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE))
     assert "zero3: accuracy 0.9" in capsys.readouterr().out
 
@@ -206,7 +206,7 @@ def test_a_rank_that_ends_before_the_others_is_named() -> None:
         ({"strategy": "ddp", "backend": "gloo"}, "whose ranks are connected by 'inmemory'"),
     ],
 )
-def test_what_needs_processes_is_refused(options: dict[str, Any], message: str) -> None:
+def test_features_that_need_processes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         shoal.launch(functools.partial(distribute, **options), world_size=2)
 
@@ -239,7 +239,7 @@ def test_an_errand_waits_for_another_ranks_turn() -> None:
     assert shoal.launch(be_rank, world_size=2) == [True, None]
 
 
-def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> None:
+def test_errands_error_reaches_its_rank_and_a_failing_rank_ends_the_wait() -> None:
     over = threading.Event()
     ended: list[BaseException] = []
 

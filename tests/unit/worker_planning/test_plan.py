@@ -74,7 +74,7 @@ def _plan(**options: Any) -> Any:
         ),
     ],
 )
-def test_values_that_cannot_work_are_named(options: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match="(?s)" + message.replace("(", r"\(")):
         _plan(**options)
 
@@ -90,12 +90,12 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
         plan(3, optimizer, world_size=2)  # type: ignore[arg-type]
 
 
-def test_an_example_that_the_model_does_not_take_is_refused_with_the_models_own_error() -> None:
+def test_example_that_the_model_rejects_is_refused_with_the_models_own_error() -> None:
     with pytest.raises(ConfigurationError, match="Decoder could not be run with fake tensors"):
         _plan(example={"sentences": torch.zeros(2, 16, dtype=torch.long)})
 
 
-def test_the_model_and_the_optimizer_stay_as_they_were() -> None:
+def test_model_and_optimizer_are_unchanged() -> None:
     net = blocks.Decoder(64)
     optimizer = torch.optim.AdamW(net.parameters())
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -106,7 +106,7 @@ def test_the_model_and_the_optimizer_stay_as_they_were() -> None:
     assert all(p.grad is None and not p.is_meta for p in optimizer.param_groups[0]["params"])
 
 
-def test_a_strategy_that_needs_more_than_the_device_has_is_marked_and_says_what_takes_it() -> None:
+def test_strategy_beyond_the_devices_memory_is_marked_with_its_largest_consumer() -> None:
     free = _usual()
     ddp = next(each for each in free.strategies if each.strategy == "ddp")
     found = _plan(device_memory=int(ddp.memory.total / (1 - RESERVE)) - 1000)
@@ -123,7 +123,7 @@ def test_a_strategy_that_needs_more_than_the_device_has_is_marked_and_says_what_
     ).fits
 
 
-def test_the_recommended_one_is_the_quickest_that_gives_the_result_of_one_process() -> None:
+def test_recommended_strategy_is_the_fastest_with_the_result_of_one_process() -> None:
     found = _usual()
     exact = [each.estimate.seconds for each in found.strategies if each.fits and each.exact]
     assert found.recommended is found.strategies[0]
@@ -131,7 +131,7 @@ def test_the_recommended_one_is_the_quickest_that_gives_the_result_of_one_proces
     assert not next(each for each in found.strategies if each.strategy == "local_sgd").exact
 
 
-def test_a_small_model_on_few_ranks_is_not_cut() -> None:
+def test_small_model_on_few_ranks_is_not_sharded() -> None:
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     found = plan(
         net,
@@ -160,7 +160,7 @@ def test_every_strategy_but_async_sgd_is_in_a_plan_or_has_a_reason() -> None:
     }
 
 
-def test_a_model_that_cannot_be_cut_says_why() -> None:
+def test_unsplittable_model_names_the_reason() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
     found = plan(
         net, torch.optim.SGD(net.parameters(), 0.1), world_size=4, example=torch.zeros(1, 8)
@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
     assert "Not possible:" in str(found)
 
 
-def test_optimizers_that_are_not_elementwise_are_planned_where_parameters_stay_whole() -> None:
+def test_non_elementwise_optimizers_are_planned_where_parameters_stay_unsharded() -> None:
     net, _, words = _decoder()
     found = plan(
         net,
@@ -204,7 +204,7 @@ def test_a_plan_without_an_example_has_memory_and_no_times() -> None:
     assert "no example of the model's inputs" in str(found)
 
 
-def test_activations_are_what_autograd_really_keeps() -> None:
+def test_planned_activations_match_what_autograd_keeps() -> None:
     net = blocks.Decoder(64)
     words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)
     kept: dict[int, torch.Tensor] = {}
@@ -224,7 +224,7 @@ def test_activations_are_what_autograd_really_keeps() -> None:
     )
 
 
-def test_checkpointed_blocks_keep_their_inputs_and_one_of_them_all_and_compute_twice() -> None:
+def test_checkpointed_blocks_keep_only_their_inputs_and_compute_twice() -> None:
     whole, again = _usual(), _plan(config=ShardingConfiguration(activation_checkpointing=True))
     ddp = {
         name: next(each for each in found.strategies if each.strategy == "ddp")
@@ -243,9 +243,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_one_of_them_all_and_compute_t
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (8, 8)])
-def test_even_stages_under_1f1b_wait_as_long_as_the_paper_says(
-    ranks: int, micro_batches: int
-) -> None:
+def test_wait_of_even_stages_under_1f1b_matches_the_paper(ranks: int, micro_batches: int) -> None:
     schedule = training_schedule(
         "1f1b", ranks=ranks, stages_per_rank=1, micro_batches=micro_batches
     )
@@ -307,13 +305,13 @@ def test_tables_fit_a_hundred_columns_with_columns_one_below_the_other() -> None
         assert all(row[end - 1] != " " and row[end] == " " for row in rows), word
 
 
-def test_where_nothing_fits_nothing_is_recommended() -> None:
+def test_plan_in_which_nothing_fits_recommends_nothing() -> None:
     found = _plan(device_memory="1KB", world_size=2)
     assert found.recommended is None
     assert "recommended: none, because no strategy fits" in str(found)
 
 
-def test_a_plan_as_json_holds_what_the_table_does() -> None:
+def test_json_plan_contains_the_content_of_the_table() -> None:
     found = _plan(device_memory="80GB")
     document = json.loads(json.dumps(found.to_json()))
     first = document["strategies"][0]
@@ -333,7 +331,7 @@ def test_a_plan_as_json_holds_what_the_table_does() -> None:
         ("1.5e3", 1500),
     ],
 )
-def test_amounts_are_read_as_people_write_them(text: str | int, amount: int) -> None:
+def test_amounts_are_parsed_as_people_write_them(text: str | int, amount: int) -> None:
     assert parse_bytes("amount", text) == amount
 
 
@@ -359,7 +357,7 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
     ],
     ids=["AdamW", "Adafactor"],
 )
-def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
+def test_roles_of_a_plan_match_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
     """The memory that a plan predicts is the memory that ranks use, in one process over
     `shoal.launch`. tests/integration/worker_planning has real processes."""
     from benchmarks.workers.account import _at_rest, _note_gradients, before_update

@@ -62,7 +62,7 @@ def test_memory_that_does_not_fit_is_freed_before_the_first_copy() -> None:
     assert {name for name, tensor in freed.items() if tensor() is not None} == {"kept"}
 
 
-def test_a_copy_made_in_inference_mode_can_be_used_again_outside_of_it() -> None:
+def test_copy_made_in_inference_mode_can_be_reused_outside_it() -> None:
     live = state()
     with torch.inference_mode():
         memory = Snapshot.take(live).host_tensors
@@ -104,7 +104,7 @@ def test_a_snapshot_uses_the_memory_of_an_earlier_one(
     }
 
 
-def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_later(
+def test_snapshot_has_the_values_at_its_start_though_it_arrives_later(
     lane: LateLane,
 ) -> None:
     live = state()
@@ -121,7 +121,7 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_lat
     assert lane.sent == snapshot.nbytes  # the snapshot is copied once
 
 
-def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
+def test_data_that_a_device_has_no_room_to_copy_is_awaited() -> None:
     lane = LateLane(room=1000)
     copies = HostCopies(lambda device: lane)
     small, large = torch.arange(100.0), torch.arange(200.0)
@@ -134,7 +134,7 @@ def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
     assert [each[-1].item() for each in copied] == [99, 199]
 
 
-def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(
+def test_device_with_fragmented_memory_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lane = LateLane()
@@ -151,7 +151,7 @@ def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(
     assert torch.equal(copy, tensor)
 
 
-def test_two_threads_that_wait_for_copies_both_find_them(lane: LateLane) -> None:
+def test_two_threads_that_wait_for_copies_both_receive_them(lane: LateLane) -> None:
     live = {str(number): torch.full((1000,), float(number)) for number in range(50)}
     snapshot, found = Snapshot.take(live), []
     threads = [
@@ -177,7 +177,7 @@ def test_blocks_follow_each_other_through_two_buffers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_arrives(
+def test_checkpoint_has_the_values_of_its_step_though_training_continues_while_it_arrives(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(directory: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_arrives(
     assert state_digest(host.state["optimizer"]) == state_digest(device.state["optimizer"])
 
 
-def test_a_device_that_fails_on_the_way_is_reported_by_who_waits(lane: LateLane) -> None:
+def test_device_failure_during_a_copy_is_reported_by_the_waiting_thread(lane: LateLane) -> None:
     snapshot = Snapshot.take(state())
     lane.failed = True
     with pytest.raises(RuntimeError, match="launch failure"):
@@ -256,7 +256,7 @@ def test_a_donor_whose_device_fails_sends_nothing_and_the_receiver_is_informed(
 # --- digests
 
 
-def test_a_sum_made_on_the_device_detects_one_bit_and_two_places_that_were_exchanged(
+def test_device_sum_detects_one_flipped_bit_and_two_swapped_elements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(digest, "_CHUNK", 64)
@@ -278,12 +278,12 @@ def test_a_sum_made_on_the_device_detects_one_bit_and_two_places_that_were_excha
         assert torch.equal(exchanged, flat) == (int(mixed_sum(exchanged)) == sum_of)
 
 
-def test_sums_do_not_depend_on_how_long_the_zeros_are_alone() -> None:
+def test_sums_of_zeros_differ_by_length() -> None:
     sums = {int(mixed_sum(torch.zeros(length))) for length in range(1, 50)}
     assert len(sums) == 49
 
 
-def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(
+def test_ranks_compare_one_number_per_device_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(digest, "_is_far", lambda tensor: tensor.dim() > 0)

@@ -27,7 +27,9 @@ IMAGE = dump_tensors(
 
 @settings(max_examples=300, deadline=None)
 @given(place=st.integers(0, len(IMAGE) - 1), bit=st.integers(0, 7), cut=st.booleans())
-def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: bool) -> None:
+def test_one_flipped_bit_or_truncation_anywhere_is_detected(
+    place: int, bit: int, cut: bool
+) -> None:
     damaged = bytearray(IMAGE[:place] if cut else IMAGE)
     if not cut:
         damaged[place] ^= 1 << bit
@@ -44,7 +46,7 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: b
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
-def test_tensors_of_a_dtype_that_safetensors_does_not_know_come_back(
+def test_tensors_of_a_dtype_unknown_to_safetensors_are_read_back(
     shape: tuple[int, ...],
 ) -> None:
     value = torch.full(shape, 1 + 2j, dtype=torch.complex128)
@@ -71,7 +73,7 @@ def test_tensors_of_a_dtype_that_safetensors_does_not_know_come_back(
         ),
     ],
 )
-def test_the_error_about_what_is_no_such_file_says_why(data: bytes, reason: str) -> None:
+def test_error_about_a_file_of_another_kind_names_the_reason(data: bytes, reason: str) -> None:
     with pytest.raises(shoal.CorruptDataError) as raised:
         load_tensors(data)
     assert raised.value.reason == reason
@@ -106,7 +108,9 @@ def refused(model: Any, optimizer: Any, call: Any, error: type[Exception], match
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, strategy: str) -> None:
+def test_damage_and_foreign_states_change_nothing_on_any_rank(
+    tmp_path: Path, strategy: str
+) -> None:
     def body() -> None:
         model, optimizer = trained(strategy)
         image, state = model.serialize(), optimizer.serialize()
@@ -163,7 +167,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_are_given_different_states_are_reported_and_take_none(strategy: str) -> None:
+def test_ranks_with_different_states_to_load_are_reported_and_load_none(strategy: str) -> None:
     def body() -> None:
         model, optimizer = trained(strategy)
         different, rank = shoal.ConfigurationError, shoal.rank()
@@ -206,7 +210,7 @@ def test_ranks_that_are_given_different_states_are_reported_and_take_none(strate
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_saved_model_is_there_when_any_rank_goes_on(tmp_path: Path, strategy: str) -> None:
+def test_saved_model_exists_when_any_rank_continues(tmp_path: Path, strategy: str) -> None:
     def rank() -> list[bool]:
         model, _ = trained(strategy)
         found = []
@@ -228,7 +232,7 @@ def test_a_model_that_cannot_be_written_is_reported_on_all_ranks(tmp_path: Path)
     shoal.launch(rank, world_size=2)
 
 
-def test_a_single_rank_is_informed_that_the_others_went_elsewhere() -> None:
+def test_single_rank_is_informed_that_the_others_are_at_another_call() -> None:
     def body() -> None:
         model, _ = trained("ddp")
         if shoal.rank() == 0:
@@ -243,7 +247,7 @@ def test_a_single_rank_is_informed_that_the_others_went_elsewhere() -> None:
         shoal.launch(body, world_size=2)
 
 
-def test_a_clone_is_loaded_by_one_rank_alone() -> None:
+def test_clone_can_be_loaded_on_one_rank_alone() -> None:
     def body() -> bool:
         model, _ = trained("ddp")
         if shoal.rank() == 0:
@@ -282,7 +286,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_changes_nothing(
 
 
 @pytest.mark.parametrize("reader", ["ddp", "zero3"])
-def test_a_checkpoint_whose_cursor_or_registered_state_does_not_fit_changes_nothing(
+def test_checkpoint_with_an_unsuitable_cursor_or_registered_state_changes_nothing(
     tmp_path: Path, reader: str
 ) -> None:
     class Picky:

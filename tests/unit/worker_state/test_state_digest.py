@@ -20,7 +20,7 @@ STATE = {
 }
 
 
-def test_the_order_in_which_dicts_were_filled_does_not_count():
+def test_insertion_order_of_dicts_does_not_matter():
     turned = {
         "optimizer": {"groups": [1, 2], 0: {"lr": 0.1, "step": torch.tensor(3.0)}},
         "model": {"b": torch.zeros(3), "w": torch.arange(6.0).reshape(2, 3).to(torch.bfloat16)},
@@ -28,7 +28,7 @@ def test_the_order_in_which_dicts_were_filled_does_not_count():
     assert state_digest(turned) == state_digest(STATE)
 
 
-def test_the_order_of_an_ordered_dict_and_of_a_list_counts():
+def test_order_of_an_ordered_dict_and_of_a_list_matters():
     assert state_digest(OrderedDict(a=1, b=2)) != state_digest(OrderedDict(b=2, a=1))
     assert state_digest([1, 2]) != state_digest([2, 1])
 
@@ -71,7 +71,7 @@ def test_one_flipped_bit_changes_the_digest(byte, bit):
     assert tensor_digest(tensor) != before
 
 
-def test_memory_layout_does_not_count():
+def test_memory_layout_does_not_matter():
     tensor = torch.arange(6.0).reshape(2, 3)
     assert tensor_digest(tensor.t().contiguous().t()) == tensor_digest(tensor)
     conjugate = torch.tensor([1 + 2j]).conj()

@@ -131,7 +131,7 @@ states = st.recursive(scalars | torch_tensors() | arrays | numpy_scalars, contai
 
 @settings(max_examples=300, deadline=None)
 @given(states)
-def test_any_state_comes_back_bit_for_bit_through_json(state):
+def test_any_state_survives_a_json_round_trip_bit_for_bit(state):
     assert same(round_trip(state), state)
 
 
@@ -161,7 +161,7 @@ def test_flatten_copies_no_tensor_data():
     assert tensors["a"].data_ptr() == array.__array_interface__["data"][0]
 
 
-def test_a_read_only_or_strided_array_is_carried_too():
+def test_read_only_and_strided_arrays_are_supported():
     frozen = np.arange(6.0).reshape(2, 3)
     frozen.flags.writeable = False
     state = {
@@ -172,7 +172,7 @@ def test_a_read_only_or_strided_array_is_carried_too():
     assert same(round_trip(state), state)
 
 
-def test_arrays_come_back_writable_and_independent():
+def test_arrays_are_returned_writable_and_independent():
     array = np.arange(3)
     back = round_trip({"a": array})["a"]
     back[0] = 9
@@ -200,14 +200,14 @@ def test_tied_parameters_stay_tied_though_state_dict_detaches_them():
     assert back["embedding.weight"] is back["head.weight"]
 
 
-def test_a_view_of_other_shape_or_offset_is_not_taken_for_the_same_tensor():
+def test_view_of_other_shape_or_offset_is_not_mistaken_for_the_same_tensor():
     base = torch.arange(6.0)
     state = [base, base[:3], base.view(2, 3), base[1:4], torch.empty(0), torch.empty(0)]
     assert same(round_trip(state), state)
     assert len(flatten(state)[1]) == 6
 
 
-def test_the_versions_that_a_modules_state_dict_carries_come_back():
+def test_module_versions_in_a_state_dict_survive():
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
     back = round_trip(state)
     assert back._metadata == state._metadata
@@ -215,7 +215,7 @@ def test_the_versions_that_a_modules_state_dict_carries_come_back():
     assert not hasattr(round_trip(OrderedDict(a=1)), "_metadata")
 
 
-def test_values_of_parameters_are_carried_without_their_graph():
+def test_parameter_values_are_stored_without_their_graph():
     back = round_trip({"p": torch.nn.Parameter(torch.ones(2))})["p"]
     assert not back.requires_grad
     assert back.equal(torch.ones(2))
@@ -232,7 +232,7 @@ def test_values_of_parameters_are_carried_without_their_graph():
         lambda p: torch.optim.NAdam(p, 0.1),
     ],
 )
-def test_optimizer_states_come_back_and_load(make):
+def test_optimizer_states_survive_and_load(make):
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 2)
     optimizer = make(net.parameters())
@@ -245,7 +245,7 @@ def test_optimizer_states_come_back_and_load(make):
     make(torch.nn.Linear(3, 2).parameters()).load_state_dict(back)
 
 
-def test_scheduler_scaler_and_random_states_come_back():
+def test_scheduler_scaler_and_random_states_survive():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     lr = torch.optim.lr_scheduler
     schedulers = [
@@ -293,7 +293,7 @@ Point = namedtuple("Point", "x y")
         (defaultdict(lambda: 0), "defaultdict"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_with_its_path_and_type(value, kind):
+def test_unsupported_values_are_refused_with_path_and_type(value, kind):
     with pytest.raises(ConfigurationError, match=kind) as raised:
         flatten({"user": [1, {"thing": value}]})
     assert "'user/1/thing'" in str(raised.value)
@@ -304,7 +304,7 @@ def test_what_cannot_be_carried_is_refused_with_its_path_and_type(value, kind):
     "state",
     [{torch.ones(1): 1}, {Colour.RED: 1}, {np.int64(3): 1}, {torch.ones(1)}, {(1, Colour.RED)}],
 )
-def test_keys_and_set_members_that_cannot_be_carried_are_refused(state):
+def test_unsupported_keys_and_set_members_are_refused(state):
     with pytest.raises(ConfigurationError, match=r"'at'.*(a dict key|a set member)"):
         flatten({"at": state})
 
@@ -316,7 +316,7 @@ def test_a_state_that_contains_itself_is_refused():
         flatten(state)
 
 
-def test_the_deepest_state_allowed_comes_back():
+def test_deepest_permitted_state_survives():
     state: object = 1
     for _ in range(MAX_DEPTH):
         state = {0: (state,)}

@@ -7,7 +7,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.store.rendezvous import parse
 
 
-def test_rank_and_world_size_come_from_the_query_into_which_torch_writes_its_arguments() -> None:
+def test_rank_and_world_size_come_from_the_query_written_by_torch() -> None:
     target = parse("redis://10.0.0.7:6380/mnist?rank=2&world_size=4", {})
     assert (target.server, target.job, target.rank, target.world_size) == (
         "redis://10.0.0.7:6380/0",
@@ -17,12 +17,12 @@ def test_rank_and_world_size_come_from_the_query_into_which_torch_writes_its_arg
     )
 
 
-def test_the_environment_fills_in_what_the_query_does_not_say() -> None:
+def test_environment_fills_in_values_missing_from_the_query() -> None:
     target = parse("redis://h:1/job?rank=1", {"RANK": "0", "WORLD_SIZE": "3"})
     assert (target.rank, target.world_size) == (1, 3)
 
 
-def test_minus_one_is_torchs_way_to_say_nothing() -> None:
+def test_minus_one_means_unset_as_in_torch() -> None:
     target = parse("redis://h:1/job?rank=-1&world_size=-1", {"RANK": "2", "WORLD_SIZE": "3"})
     assert (target.rank, target.world_size) == (2, 3)
 
@@ -53,7 +53,7 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
         ),
     ],
 )
-def test_a_url_that_cannot_work_is_refused_with_its_remedy(
+def test_unusable_url_is_refused_with_its_remedy(
     url: str, environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

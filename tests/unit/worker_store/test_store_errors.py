@@ -28,7 +28,7 @@ from shoal_worker.store.errors import (
         (StoreUnavailableError, UnavailableError, dist.DistNetworkError),
     ],
 )
-def test_code_written_for_torch_or_for_shoal_catches_it(
+def test_errors_can_be_caught_as_torchs_and_as_shoals(
     raised: type[ShoalError], ours: type[ShoalError], theirs: type[Exception]
 ) -> None:
     error = raised("what happened")

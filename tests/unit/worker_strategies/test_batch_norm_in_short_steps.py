@@ -53,7 +53,7 @@ def test_no_rank_gets_a_single_sample(strategy: str, samples: int, last: list[in
     assert [each[4] for each in sizes] == last
 
 
-def test_whole_steps_with_one_sample_for_a_rank_are_warned_of(
+def test_full_steps_with_one_sample_for_a_rank_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
@@ -96,7 +96,7 @@ def test_a_streams_last_step_leaves_no_rank_with_a_single_sample() -> None:
     assert [each[-1] for each in sizes] == [2, 0, 0]
 
 
-def test_a_shard_that_leaves_a_single_sample_over_is_warned_of(
+def test_shard_that_leaves_a_single_sample_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def shard(name: str) -> Iterator[torch.Tensor]:

@@ -202,7 +202,7 @@ def test_blocks_take_and_return_objects(strategy: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_blocks_write_to_the_object_that_they_take(strategy: str) -> None:
+def test_blocks_write_to_the_object_that_they_receive(strategy: str) -> None:
     expected = plain(Net(State, Writing))
     for state in shoal.launch(lambda: train(strategy, Net(State, Writing)), world_size=2):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
@@ -247,7 +247,7 @@ class ReadFromFile(Mapping[str, Any]):
         return 1
 
 
-def test_a_tensor_is_found_in_an_object_that_leads_to_a_dataset() -> None:
+def test_tensor_is_found_in_an_object_that_refers_to_a_dataset() -> None:
     x = torch.zeros(1)
     assert [id(each) for each in tensors_in(Context(x))] == [id(x)]
 
@@ -259,9 +259,7 @@ def test_all_tensors_of_large_containers_are_found() -> None:
 
 @pytest.mark.parametrize("block", [Appending, Keeping])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_block_leaves_beside_its_output_takes_part_in_the_backward_pass(
-    strategy: str, block: Any
-) -> None:
+def test_side_outputs_of_a_block_take_part_in_the_backward_pass(strategy: str, block: Any) -> None:
     wanted = plain(Collecting(block))  # type: ignore[arg-type]
     for found in shoal.launch(lambda: train(strategy, Collecting(block)), world_size=2):  # type: ignore[arg-type]
         assert all(torch.allclose(found[name], value) for name, value in wanted.items())
@@ -274,7 +272,7 @@ class Private:
         self.__x = x
 
 
-def test_private_slots_are_looked_into() -> None:
+def test_private_slots_are_searched() -> None:
     x = torch.ones(2)
     (found,) = tensors_in(Private(x))
     assert found is x

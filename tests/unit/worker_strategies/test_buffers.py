@@ -84,14 +84,14 @@ def on_ranks(*args: Any, **options: Any) -> list[tuple[int, torch.Tensor, torch.
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("strategy", [*EXACT, "local_sgd"])
-def test_integers_that_move_far_stay_exact(strategy: str, micro_batch_size: int | None) -> None:
+def test_integers_that_change_much_stay_exact(strategy: str, micro_batch_size: int | None) -> None:
     for counted, _, _ in on_ranks(strategy, by=FAR, micro_batch_size=micro_batch_size):
         assert counted == 3 * FAR
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
-def test_an_integer_that_moves_too_far_to_stay_exact_is_refused(
+def test_integer_that_changes_too_much_to_stay_exact_is_refused(
     strategy: str, micro_batch_size: int | None
 ) -> None:
     with pytest.raises(
@@ -124,7 +124,7 @@ CHANGES = [
 
 
 @by_pairs(how=CHANGES, micro_batch_size=[None, 2], closed_before=[False, True])
-def test_what_all_ranks_change_behind_the_backward_pass_stays(
+def test_equal_changes_on_all_ranks_behind_the_backward_pass_are_kept(
     how: tuple[str, Change], micro_batch_size: int | None, closed_before: bool
 ) -> None:
     strategy, change = how
@@ -136,7 +136,7 @@ def test_what_all_ranks_change_behind_the_backward_pass_stays(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_rank_without_samples_keeps_what_was_changed_behind_the_backward_pass(
+def test_rank_without_samples_keeps_changes_made_behind_the_backward_pass(
     strategy: str,
 ) -> None:
     for counted, codes, _ in on_ranks(strategy, alike, short=True):
@@ -149,7 +149,7 @@ def of_its_samples(net: Counting, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_what_each_rank_changes_by_its_samples_behind_the_backward_pass_becomes_the_mean(
+def test_sample_dependent_changes_behind_the_backward_pass_become_their_mean(
     strategy: str,
 ) -> None:
     expected = torch.zeros(4)
@@ -164,7 +164,7 @@ def on_one_rank(net: Counting, x: torch.Tensor) -> None:
         net.codes.add_(2.0)
 
 
-def test_what_one_rank_alone_changes_behind_the_backward_pass_becomes_the_mean() -> None:
+def test_change_on_one_rank_behind_the_backward_pass_becomes_the_mean() -> None:
     for _, codes, _ in on_ranks("ddp", on_one_rank):
         assert codes.tolist() == [3.0] * 4
 
@@ -211,7 +211,9 @@ def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
-def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_path: Path) -> None:
+def test_buffers_outside_the_state_dict_are_those_of_the_first_rank(
+    strategy: str, tmp_path: Path
+) -> None:
     """All ranks use the unsaved table of rank 0, even after a resume, which uses the newly drawn
     table."""
     for drawn_by in (1, 5):
@@ -310,7 +312,7 @@ def seen_by(
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("how", ["classes", "samples", "steps"])
 @pytest.mark.parametrize("strategy", EXACT)
-def test_integer_counts_are_those_of_one_process(
+def test_integer_counts_match_one_process(
     strategy: str, how: str, micro_batch_size: int | None
 ) -> None:
     net = Seen(torch.int64, how)
@@ -332,7 +334,7 @@ def test_integer_counts_are_those_of_one_process(
     ],
 )
 @pytest.mark.parametrize("strategy", EXACT)
-def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_are_refused(
+def test_sample_dependent_buffers_without_mean_or_sum_are_refused(
     strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None
 ) -> None:
     if strategy == "tensor" and micro_batch_size is None:
@@ -352,7 +354,7 @@ def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_a
     ],
 )
 @pytest.mark.parametrize("strategy", EXACT)
-def test_buffers_that_change_alike_may_have_any_kind(
+def test_buffers_that_change_identically_may_have_any_type(
     strategy: str, kind: torch.dtype, how: str
 ) -> None:
     net = Seen(kind, how)

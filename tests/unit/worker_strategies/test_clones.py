@@ -13,7 +13,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "local_sgd"])
-def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
+def test_clone_is_the_unsharded_model_and_stays_unchanged(strategy: str) -> None:
     def body() -> None:
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
 
 @pytest.mark.usefixtures("fresh_session")
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "zero1"])
-def test_the_memory_of_a_clone_is_free_when_it_is_dropped(strategy: str) -> None:
+def test_memory_of_a_clone_is_freed_when_it_is_dropped(strategy: str) -> None:
     net = nn.Linear(4, 4)
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
     gc.disable()
@@ -76,7 +76,7 @@ def test_the_memory_of_a_clone_is_free_when_it_is_dropped(strategy: str) -> None
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_the_module_that_is_trained_cannot_be_replaced() -> None:
+def test_trained_module_cannot_be_replaced() -> None:
     net = nn.Linear(4, 4)
     model = shoal.as_distributed(net)
     with pytest.raises(PreconditionError, match=r"model\.module cannot be replaced"):

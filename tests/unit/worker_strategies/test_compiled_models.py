@@ -94,7 +94,7 @@ def trained(way: str, options: dict[str, Any]) -> tuple[list[float], dict[str, t
     ],
     ids=lambda value: value if isinstance(value, str) else value["strategy"],
 )
-def test_a_compiled_model_trains_as_one_that_is_not(way: str, options: dict[str, Any]) -> None:
+def test_compiled_model_trains_like_an_uncompiled_one(way: str, options: dict[str, Any]) -> None:
     torch.compiler.reset()
     plain, compiled = (shoal.launch(trained, each, options, world_size=2) for each in ("", way))
     for (losses, values, _), (its_losses, its_values, _) in zip(compiled, plain, strict=True):
@@ -146,7 +146,7 @@ def alone(make: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor", "hybrid"])
-def test_blocks_compiled_before_are_trained_under_every_strategy(strategy: str) -> None:
+def test_previously_compiled_blocks_are_trained_under_every_strategy(strategy: str) -> None:
     torch.compiler.reset()
     expected = alone(with_compiled_blocks)
     for state in shoal.launch(trained_by_steps, with_compiled_blocks, strategy, world_size=2):
@@ -154,13 +154,13 @@ def test_blocks_compiled_before_are_trained_under_every_strategy(strategy: str) 
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
-def test_a_forward_of_the_modules_own_is_called_where_no_layers_are_split(strategy: str) -> None:
+def test_modules_own_forward_is_called_where_no_layers_are_split(strategy: str) -> None:
     expected = alone(with_a_forward_of_its_own)
     for state in shoal.launch(trained_by_steps, with_a_forward_of_its_own, strategy, world_size=2):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid"])
-def test_a_forward_of_the_modules_own_is_refused_where_layers_are_split(strategy: str) -> None:
+def test_modules_own_forward_is_refused_where_layers_are_split(strategy: str) -> None:
     with pytest.raises(ConfigurationError, match=r"'blocks\.0\.up' \(Linear\) has its own forward"):
         shoal.launch(trained_by_steps, with_a_forward_of_its_own, strategy, world_size=2)

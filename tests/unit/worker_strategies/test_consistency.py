@@ -74,7 +74,7 @@ def test_a_rank_whose_values_change_by_themselves_is_named_and_the_run_stops(str
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sound_ranks_agree(strategy: str) -> None:
+def test_consistent_ranks_agree(strategy: str) -> None:
     world, options = STRATEGIES[strategy]
     assert shoal.launch(train, strategy, options, None, world_size=world) == [8] * world
 
@@ -89,7 +89,7 @@ def test_the_rank_that_differs_from_the_rest_is_named() -> None:
     )
 
 
-def test_only_what_several_ranks_hold_can_differ() -> None:
+def test_only_values_held_by_several_ranks_can_differ() -> None:
     assert differing([{"a": 1, "b": 7}, {"a": 1}, {"b": 7}]) == []
     assert differing([{"a": 1, "b": 7}, {"a": 2}, {"b": 7}]) == ["a"]
     assert differing([{"a": 1}, {}, {}], all_have=[0, 1]) == ["a"]
@@ -127,7 +127,7 @@ def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None
             shift_on_rank_1(net)
 
 
-def test_the_error_about_weights_changed_on_one_rank_says_which_since_when_and_why() -> None:
+def test_error_about_weights_changed_on_one_rank_names_them_the_step_and_the_cause() -> None:
     with pytest.raises(ShoalError) as stopped:
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
     message = str(stopped.value)
@@ -164,7 +164,7 @@ def test_a_rank_with_one_wrong_element_is_warned_that_its_memory_may_have_failed
     assert "the likely cause is a memory or arithmetic fault" in str(stopped.value)
 
 
-def test_a_number_of_steps_that_is_none_is_refused() -> None:
+def test_invalid_number_of_steps_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match="consistency_check_every=-1: expected a whole number of steps"
     ):
@@ -411,13 +411,13 @@ def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(
     assert "all ranks agreed after step 4" in str(stopped.value)
 
 
-def test_a_run_that_is_too_short_for_a_comparison_is_compared_at_its_end() -> None:
+def test_run_too_short_for_a_comparison_is_compared_at_its_end() -> None:
     with pytest.raises(ShoalError, match="the ranks had not been compared before"):
         shoal.launch(run_to_the_end, "ddp", 100, take_all, 7, world_size=3)
 
 
 @pytest.mark.parametrize("every", [0, 7])
-def test_nothing_is_compared_at_the_end_that_was_compared_or_is_not_to_be(every: int) -> None:
+def test_end_compares_nothing_already_compared_or_exempt(every: int) -> None:
     shoal.launch(run_to_the_end, "ddp", every, take_all, 7 if every == 7 else 5, world_size=2)
 
 
@@ -434,19 +434,17 @@ def load_weights_on_rank_0(net: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_a_rank_does_to_its_model_after_the_loop_is_its_own(
-    loop: Script, strategy: str
-) -> None:
+def test_rank_may_change_its_model_after_the_loop(loop: Script, strategy: str) -> None:
     shoal.launch(run_to_the_end, strategy, 100, loop, 0, load_weights_on_rank_0, world_size=2)
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "hsdp", "zero2", "zero3"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: str) -> None:
+def test_consistent_ranks_end_well_however_their_loop_ends(loop: Script, strategy: str) -> None:
     shoal.launch(run_to_the_end, strategy, 100, loop, world_size=2)
 
 
-def test_an_iterator_that_the_script_lets_go_of_late_reports_nothing_of_the_last_step() -> None:
+def test_iterator_dropped_late_by_the_script_reports_nothing_of_the_last_step() -> None:
     """Closing the iterator after the script has changed the model does not compare the last
     step."""
 
@@ -459,7 +457,7 @@ def test_an_iterator_that_the_script_lets_go_of_late_reports_nothing_of_the_last
     shoal.launch(run_to_the_end, "ddp", 100, loop, world_size=2)
 
 
-def test_a_pass_before_the_loop_is_left_is_no_difference_between_ranks() -> None:
+def test_pass_before_the_loop_is_left_is_not_a_difference_between_ranks() -> None:
     """A forward pass without a step before the loop is left, in which batch normalization updates
     its statistics, is not reported as a difference."""
 

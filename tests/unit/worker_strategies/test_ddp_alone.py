@@ -98,7 +98,7 @@ def test_a_scheduler_on_the_distributed_optimizer_moves_the_users_one() -> None:
     assert inner.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_a_grad_scaler_unscales_and_skips_what_overflowed() -> None:
+def test_grad_scaler_unscales_and_skips_overflows() -> None:
     net = nn.Linear(6, 3)
     start = net.weight.detach().clone()
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1.0))
@@ -125,7 +125,7 @@ def test_train_step_returns_the_loss() -> None:
     assert optimizer.step()
 
 
-def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_had() -> None:
+def test_losses_of_micro_batches_are_summed_over_ranks_by_their_weights() -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
@@ -210,7 +210,7 @@ def test_early_stopping_waits_for_patience() -> None:
         optimizer.should_early_stop(torch.zeros(2))
 
 
-def test_what_a_run_saves_goes_on_in_another(tmp_path: Path) -> None:
+def test_saved_run_continues_in_another(tmp_path: Path) -> None:
     def run(epochs: int) -> nn.Module:
         set_session(None)
         net = network()
@@ -258,7 +258,7 @@ def test_a_serialized_model_loads_into_another_and_refuses_a_different_one(tmp_p
         foreign.load_model(tmp_path / "model.safetensors")
 
 
-def test_an_optimizers_state_goes_on_in_another_and_a_different_one_is_refused() -> None:
+def test_optimizer_state_continues_in_another_and_a_different_one_is_refused() -> None:
     def trained() -> tuple[nn.Module, Any, Any]:
         set_session(None)
         net = network()
@@ -288,7 +288,7 @@ def test_an_optimizers_state_goes_on_in_another_and_a_different_one_is_refused()
         refusing.deserialize(other.serialize())
 
 
-def test_a_clone_stays_as_it_was_and_is_not_trained() -> None:
+def test_clone_stays_unchanged_and_is_not_trained() -> None:
     model, optimizer = _pair()
     clone = model.clone()
     x = data().tensors[0]
@@ -301,7 +301,7 @@ def test_a_clone_stays_as_it_was_and_is_not_trained() -> None:
         clone(x)
 
 
-def test_weights_can_be_averaged_by_torchs_own_means() -> None:
+def test_weights_can_be_averaged_by_torchs_own_functions() -> None:
     model, optimizer = _pair()
     averaged = torch.optim.swa_utils.AveragedModel(model)
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_weights_can_be_averaged_by_torchs_own_means() -> None:
     assert not torch.equal(averaged.module.module[0].weight, model.module[0].weight)
 
 
-def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
+def test_lost_step_restores_the_buffers_of_its_start() -> None:
     model, optimizer = _pair()
     x = data().tensors[0]
     model(x).square().sum().backward()
@@ -424,7 +424,7 @@ def test_a_lazy_model_is_refused_until_it_has_a_shape(strategy: str) -> None:
 @pytest.mark.parametrize(
     "strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
 )
-def test_complex_parameters_are_refused_by_strategies_that_cut_them(strategy: str) -> None:
+def test_complex_parameters_are_refused_by_strategies_that_shard_them(strategy: str) -> None:
     net = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(shoal.ConfigurationError, match="'weight' is complex, but strategy="):
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
@@ -449,7 +449,7 @@ def test_a_loader_whose_batches_differ_by_rank_is_not_evaluated(options: dict[st
         shoal.evaluate(model, loader, lambda m, batch: {})
 
 
-def test_what_the_users_optimizer_has_beyond_torchs_is_reached_through_the_distributed_one() -> (
+def test_additional_attributes_of_the_users_optimizer_are_reached_through_the_distributed_one() -> (
     None
 ):
     class Scheduled(torch.optim.SGD):
@@ -517,7 +517,7 @@ def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("clears", "warned"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
 )
-def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_word(
+def test_gradients_to_accumulate_are_not_silently_lost_with_a_step(
     clears: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = network()

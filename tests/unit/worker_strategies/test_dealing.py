@@ -94,7 +94,7 @@ def unequal_generator(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "numpy's older", "python"])
-def test_a_sampler_with_its_own_generator_draws_alike_on_all_ranks_and_anew_in_each_epoch(
+def test_sampler_with_its_own_generator_draws_identically_on_all_ranks_and_anew_each_epoch(
     kind: str,
 ) -> None:
     def rank() -> list[Counter[int]]:
@@ -169,7 +169,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("kind", "named"), DIFFERENCES.items())
-def test_ranks_that_deal_differently_are_stopped_in_the_first_step_by_the_name_of_the_difference(
+def test_ranks_that_deal_differently_are_stopped_in_the_first_step_with_the_difference_named(
     kind: str, named: str
 ) -> None:
     steps: list[int] = []
@@ -188,7 +188,7 @@ def test_ranks_that_deal_differently_are_stopped_in_the_first_step_by_the_name_o
     assert steps == [0, 0]
 
 
-def test_a_sampler_that_draws_otherwise_in_a_later_epoch_is_found_in_its_first_step() -> None:
+def test_sampler_that_draws_differently_in_a_later_epoch_is_found_in_its_first_step() -> None:
     steps: list[int] = []
 
     def rank() -> None:
@@ -212,7 +212,7 @@ def test_a_sampler_that_draws_otherwise_in_a_later_epoch_is_found_in_its_first_s
     assert steps == [10, 10]
 
 
-def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() -> None:
+def test_dataset_with_machine_dependent_rounding_counts_as_the_same() -> None:
     features = torch.randn(SAMPLES, generator=torch.Generator().manual_seed(0))
 
     def rank() -> None:
@@ -288,7 +288,7 @@ UNEQUAL_EVALUATIONS = {
 
 
 @pytest.mark.parametrize(("kind", "named"), UNEQUAL_EVALUATIONS.items())
-def test_ranks_that_would_evaluate_different_batches_are_reported_by_the_name_of_the_difference(
+def test_ranks_that_would_evaluate_different_batches_are_reported_with_the_difference_named(
     kind: str, named: str
 ) -> None:
     """Ranks whose evaluation loaders differ raise an error that names the difference. Otherwise
@@ -313,7 +313,7 @@ def test_ranks_that_would_evaluate_different_batches_are_reported_by_the_name_of
         torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES),
     ],
 )
-def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sampler: Any) -> None:
+def test_torch_loader_with_a_random_sampler_is_refused_for_an_evaluation(sampler: Any) -> None:
     def rank() -> None:
         model = shoal.as_distributed(nn.Linear(1, 1))
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, sampler=sampler)
@@ -339,7 +339,9 @@ class Shuffled(torch.utils.data.Sampler[int]):
 
 
 @pytest.mark.parametrize("sampler", [torch.utils.data.RandomSampler(range(SAMPLES)), Shuffled()])
-def test_so_is_one_whose_batch_sampler_draws(sampler: Any) -> None:
+def test_torch_loader_with_a_random_batch_sampler_is_refused_for_an_evaluation(
+    sampler: Any,
+) -> None:
     def rank() -> None:
         model = shoal.as_distributed(nn.Linear(1, 1))
         loader = torch.utils.data.DataLoader(
@@ -363,7 +365,7 @@ class MoreThanItSays:
         return iter(EVERY_NUMBER.split(48))
 
 
-def test_a_loader_that_gives_more_batches_than_its_length_is_refused_for_an_evaluation() -> None:
+def test_loader_with_more_batches_than_its_length_is_refused_for_an_evaluation() -> None:
     def rank() -> None:
         model = shoal.as_distributed(nn.Linear(1, 1))
         shoal.evaluate(model, MoreThanItSays(), lambda net, batch: {"samples": len(batch)})

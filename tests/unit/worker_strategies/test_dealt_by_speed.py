@@ -118,7 +118,7 @@ def _by_hand(parts_of_round):
     return state
 
 
-def test_local_sgd_is_dealt_by_speed_after_a_round_and_weighs_ranks_by_their_samples(monkeypatch):
+def test_local_sgd_is_dealt_by_speed_after_a_round_and_weights_ranks_by_their_samples(monkeypatch):
     monkeypatch.setattr(balance, "agreed_costs", lambda summed, ranks: COSTS[:ranks])
 
     def main():

@@ -94,7 +94,7 @@ def test_errors_and_presets_know_a_new_strategy() -> None:
     assert registry.compressor_for("new") == "bf16"
 
 
-def test_the_table_of_strategies_is_what_they_declare() -> None:
+def test_table_of_strategies_matches_their_declarations() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|\n ").split(" | ")]
         for line in _TABLE.read_text().splitlines()
@@ -129,7 +129,7 @@ def is_workers(kind: type) -> bool:
     return kind.__module__.split(".")[0] == shoal_worker.__name__
 
 
-def test_no_class_stands_on_more_than_three_others() -> None:
+def test_inheritance_is_at_most_three_levels_deep() -> None:
     modules = (
         one.name
         for one in pkgutil.walk_packages(shoal_worker.__path__, "shoal_worker.")

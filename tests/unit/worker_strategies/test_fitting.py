@@ -63,7 +63,7 @@ def assert_alike(found: shoal.OptimizationResult, expected: shoal.OptimizationRe
         assert math.isclose(mine.training_loss, theirs.training_loss, rel_tol=1e-9)
 
 
-def test_it_reports_what_it_has_done(alone: tuple[shoal.OptimizationResult, Any]) -> None:
+def test_fit_reports_its_results(alone: tuple[shoal.OptimizationResult, Any]) -> None:
     result, _ = alone
     assert result.steps == 4 * 3
     assert result.samples == 4 * 40
@@ -75,7 +75,7 @@ def test_it_reports_what_it_has_done(alone: tuple[shoal.OptimizationResult, Any]
 
 @pytest.mark.parametrize("micro", [None, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_ranks_fit_as_one_does(
+def test_ranks_fit_like_one_process(
     alone: tuple[shoal.OptimizationResult, Any], strategy: str, micro: int | None
 ) -> None:
     for result, state in shoal.launch(lambda: fit(strategy, micro_batch_size=micro), world_size=3):
@@ -84,7 +84,7 @@ def test_ranks_fit_as_one_does(
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
-def test_more_ranks_than_samples_in_a_step_fit_as_one_does(
+def test_more_ranks_than_samples_in_a_step_fit_like_one_process(
     alone: tuple[shoal.OptimizationResult, Any],
 ) -> None:
     expected, _ = shoal.launch(lambda: fit(global_batch_size=3, epochs=1), world_size=1)[0]
@@ -93,7 +93,7 @@ def test_more_ranks_than_samples_in_a_step_fit_as_one_does(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_it_stops_when_the_metric_does_not_improve(strategy: str) -> None:
+def test_fit_stops_when_the_metric_does_not_improve(strategy: str) -> None:
     for result, _ in shoal.launch(
         lambda: fit(strategy, lr=0.0, epochs=50, patience=3), world_size=2
     ):
@@ -102,7 +102,7 @@ def test_it_stops_when_the_metric_does_not_improve(strategy: str) -> None:
         assert len(result.history) == 4  # the first epoch has the best metric
 
 
-def test_the_metric_may_be_any_and_may_have_to_rise() -> None:
+def test_any_metric_may_be_used_and_may_have_to_increase() -> None:
     def negative(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return -nn.functional.mse_loss(output, targets)
 
@@ -123,7 +123,7 @@ def test_without_validation_the_training_loss_decides() -> None:
         ]
 
 
-def test_it_goes_on_from_a_checkpoint_with_all_that_it_had_found(tmp_path: Path) -> None:
+def test_fit_resumes_from_a_checkpoint_with_all_its_results(tmp_path: Path) -> None:
     def save(_: shoal.EpochRecord) -> None:
         shoal.save_checkpoint(tmp_path)
 
@@ -149,7 +149,7 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize("micro", [None, 4])
-def test_samples_count_and_not_the_entries_of_their_targets(
+def test_samples_are_counted_instead_of_entries_of_their_targets(
     alone: tuple[shoal.OptimizationResult, Any], micro: int | None
 ) -> None:
     options = {
@@ -165,7 +165,7 @@ def test_samples_count_and_not_the_entries_of_their_targets(
         assert_alike(result, alone[0])
 
 
-def test_it_can_be_called_again_for_another_fit() -> None:
+def test_fit_can_be_called_again() -> None:
     def twice() -> list[int | None]:
         net = nn.Linear(6, 1).double()
         _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
@@ -197,7 +197,7 @@ def test_it_can_be_called_again_for_another_fit() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     settings = {
         "training": TRAINING,
         "loss_fn": nn.functional.mse_loss,
@@ -208,7 +208,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
         shoal.OptimizationInputData(**settings | options)
 
 
-def test_losses_that_are_summed_are_refused() -> None:
+def test_summed_losses_are_refused() -> None:
     def body() -> None:
         net = nn.Linear(4, 1)
         _, optimizer = shoal.as_distributed(
@@ -229,7 +229,7 @@ def test_tensors_of_different_lengths_are_refused() -> None:
         shoal.launch(lambda: fit(training=(X[:40], Y)), world_size=1)
 
 
-def test_a_fit_of_so_many_steps_ends_within_an_epoch_and_records_it(
+def test_fit_of_n_steps_ends_within_an_epoch_and_records_it(
     alone: tuple[shoal.OptimizationResult, Any],
 ) -> None:
     (found, _), *_ = shoal.launch(functools.partial(fit, epochs=None, max_steps=5), world_size=2)

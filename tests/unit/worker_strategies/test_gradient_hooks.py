@@ -103,7 +103,7 @@ def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, w
 @pytest.mark.parametrize("when", ["before", "after", "between steps"])
 @pytest.mark.parametrize("register", [halving, noting])
 @pytest.mark.parametrize("strategy", REFUSED)
-def test_hooks_that_would_be_lost_are_refused(strategy: str, register: Register, when: str) -> None:
+def test_hooks_without_effect_are_refused(strategy: str, register: Register, when: str) -> None:
     with pytest.raises(
         shoal.ConfigurationError,
         match=r"parameter .* has a hook on its gradient.*ddp, zero1, .* call such hooks",
@@ -111,7 +111,7 @@ def test_hooks_that_would_be_lost_are_refused(strategy: str, register: Register,
         shoal.launch(train, strategy, register, when, world_size=2)
 
 
-def test_hooks_on_a_parameter_that_gets_its_values_later_are_refused() -> None:
+def test_hooks_on_an_uninitialized_parameter_are_refused() -> None:
     def one() -> None:
         with torch.device("meta" if shoal.rank() else "cpu"):
             net = nn.Linear(6, 3)

@@ -41,7 +41,7 @@ def train(strategy: str | None, cleared: bool = False) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "tensor"])
-def test_gradients_without_a_backward_pass_are_summed(strategy: str) -> None:
+def test_gradients_set_without_a_backward_pass_are_summed(strategy: str) -> None:
     expected = train(None)
     for state in shoal.launch(train, strategy, world_size=2):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)

@@ -54,7 +54,7 @@ def train(strategy: str, micro_batch_size: int | None) -> list[float]:
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
-def test_nothing_waits_for_a_loss_before_its_backward_pass(
+def test_loss_is_not_awaited_before_its_backward_pass(
     strategy: str, micro_batch_size: int | None
 ) -> None:
     expected = shoal.launch(train, strategy, micro_batch_size, world_size=2)
@@ -72,7 +72,7 @@ def test_nothing_waits_for_a_loss_before_its_backward_pass(
     assert all(came)
 
 
-def test_a_mean_leaves_out_what_weighs_nothing_and_asks_when_it_is_asked() -> None:
+def test_mean_omits_values_of_weight_zero_and_is_read_lazily() -> None:
     mean, asked = MeanLoss(), []
 
     class Loss:

@@ -25,7 +25,7 @@ def start(**options: Any) -> tuple[Any, Any]:
     return pair
 
 
-def test_alone_it_is_bitwise_plain_torch() -> None:
+def test_single_process_is_bitwise_plain_torch() -> None:
     plain = network()
     optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
     model, distributed = start(sync_every=2)
@@ -66,7 +66,7 @@ def test_a_round_ends_with_the_epoch_or_where_the_script_says() -> None:
         {"auto_sync_gradients": False},
     ],
 )
-def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         start(**options)
 
@@ -84,7 +84,7 @@ def test_a_round_with_steps_of_two_loaders_is_refused() -> None:
         next(iter(second))
 
 
-def test_a_mean_keeps_dtypes_and_rounds_whole_numbers() -> None:
+def test_mean_keeps_dtypes_and_rounds_integers() -> None:
     def rank(number: int) -> list[torch.Tensor]:
         mine = [
             torch.full((2,), number + 1.0),
@@ -101,7 +101,7 @@ def test_a_mean_keeps_dtypes_and_rounds_whole_numbers() -> None:
             assert means[2].tolist() == [[0.75 + 0.5j] * 2]
 
 
-def test_a_rank_without_optimizer_state_learns_the_mean_of_the_others() -> None:
+def test_rank_without_optimizer_state_receives_the_mean_of_the_others() -> None:
     states: list[dict[int, dict[str, Any]]] = [
         {
             0: {"step": torch.tensor(4.0), "exp_avg": torch.tensor([1.0, 3.0]), "note": None},

@@ -19,7 +19,7 @@ from tests.unit.worker_strategies import mesh_models as models
         ("pipeline", "pipeline", [1, 2, 3, 4, 4, 4, 4, 4, 4]),  # the model has four blocks
     ],
 )
-def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are_spares(
+def test_additional_ranks_never_enlarge_a_ranks_part_and_surplus_ones_are_spares(
     strategy: str, axis: str, sizes: list[int]
 ) -> None:
     def rank() -> list[Axes]:

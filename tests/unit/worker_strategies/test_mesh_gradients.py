@@ -58,7 +58,7 @@ def handed_out(gradients: ReplicatedGradients) -> dict[str, torch.Tensor | None]
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("averages", [True, False])
-def test_passes_count_by_weight_and_what_they_left_is_not_written_to(
+def test_passes_are_weighted_and_their_gradients_are_left_unchanged(
     passes: int, averages: bool
 ) -> None:
     gradients = gradients_of(averages=averages)
@@ -88,9 +88,7 @@ def test_passes_count_by_weight_and_what_they_left_is_not_written_to(
 
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30, 0.0])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_norm_is_that_of_the_sums_also_where_squares_are_beyond_float32(
-    scale: float, passes: int
-) -> None:
+def test_norm_is_that_of_the_sums_even_if_squares_exceed_float32(scale: float, passes: int) -> None:
     gradients = gradients_of()
     for seed in range(passes):
         gradients.add(2.0, found(seed, scale), torch.zeros(0))
@@ -103,7 +101,7 @@ def test_the_norm_is_that_of_the_sums_also_where_squares_are_beyond_float32(
     assert gradients.squared_norm() == pytest.approx(float(squares), rel=1e-5, abs=0.0)
 
 
-def test_a_gradient_that_is_no_number_has_a_norm_that_is_none() -> None:
+def test_gradient_that_is_nan_has_a_nan_norm() -> None:
     gradients = gradients_of()
     left = found(0)
     assert left["bias"] is not None
@@ -127,7 +125,7 @@ def test_the_norm_of_a_long_gradient_keeps_its_digits() -> None:
     )
 
 
-def test_replicas_sum_what_each_has_with_and_without_several_passes() -> None:
+def test_replicas_sum_their_gradients_with_and_without_several_passes() -> None:
     def train(replicas: Any) -> dict[str, torch.Tensor | None]:
         gradients = gradients_of(torch.float64)
         for seed in range(1 + replicas.rank):
@@ -155,7 +153,7 @@ def test_replicas_sum_what_each_has_with_and_without_several_passes() -> None:
                 torch.testing.assert_close(got[name], (first + 2 * second + 2 * third) / 5)
 
 
-def test_a_sparse_gradient_is_added_to_noughts() -> None:
+def test_sparse_gradient_is_added_to_zeros() -> None:
     gradients, left = gradients_of(), found(0)
     assert left["weight"] is not None
     gradients.add(2.0, {**left, "weight": left["weight"].to_sparse()}, torch.zeros(0))

@@ -97,9 +97,7 @@ class Part(NextGeneration):
         self._whole._use()
 
 
-def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> (
-    None
-):
+def test_failure_at_any_point_of_reassigning_ranks_loses_no_part_that_a_living_rank_holds() -> None:
     """A failure at any use of the group during resharding loses no shard. Rank 1 has left; rank 2
     receives the shard that only rank 3 still owns, and rank 3 becomes a spare."""
 
@@ -153,7 +151,7 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(
+def test_parts_of_a_leaving_rank_survive_the_death_of_the_only_other_holder(
     options: dict[str, Any],
 ) -> None:
     """The shards of a leaving rank survive if the only other rank with the same shards dies before
@@ -201,7 +199,7 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
     [({"strategy": "zero3"}, 0), ({"strategy": "hybrid", "pipeline_parallel_size": 2}, 3)],
     ids=["zero3", "pipeline"],
 )
-def test_copies_of_what_a_script_has_replaced_since_are_not_taken(
+def test_copies_of_values_replaced_by_the_script_are_not_used(
     options: dict[str, Any], dead: int
 ) -> None:
     left = [rank for rank in range(4) if rank != dead]
@@ -239,7 +237,7 @@ def test_copies_of_what_a_script_has_replaced_since_are_not_taken(
                 ), (number, key)
 
 
-def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
+def test_parts_from_before_a_reassignment_are_released() -> None:
     """Resharding frees the old parameters, although DTensor keeps every mesh that it has seen."""
 
     def rank() -> list[bool]:

@@ -73,7 +73,7 @@ def run(
         pytest.param((2, {"strategy": "zero3"}), (4, FSDP), marks=MATRIX),
     ],
 )
-def test_a_run_goes_on_under_another_strategy_on_other_ranks(
+def test_run_resumes_under_another_strategy_on_other_ranks(
     tmp_path: Path, first: tuple[int, Any], second: tuple[int, Any]
 ) -> None:
     ((expected, expected_state, rates, stops),) = shoal.launch(
@@ -95,7 +95,7 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(
     ("world", "options"),
     [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX), (4, IN_SHARDS), (4, FSDP)],
 )
-def test_what_is_saved_and_read_is_whole(
+def test_saved_and_read_state_is_unsharded(
     tmp_path: Path, world: int, options: dict[str, Any]
 ) -> None:
     def rank() -> None:
@@ -156,7 +156,7 @@ def test_what_is_saved_and_read_is_whole(
         {"strategy": "hybrid", "data_parallel_strategy": "fsdp"},
     ],
 )
-def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(
+def test_grad_scaler_unscales_on_all_ranks_and_skips_overflows(
     options: dict[str, Any],
 ) -> None:
     def rank() -> Any:
@@ -186,7 +186,7 @@ def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(
 @pytest.mark.parametrize(
     "options", [{"strategy": "zero3"}, {"strategy": "hybrid", "data_parallel_strategy": "fsdp"}]
 )
-def test_a_grad_scaler_on_a_rank_without_samples_finds_what_the_others_have_summed(
+def test_grad_scaler_on_a_rank_without_samples_finds_the_summed_gradients_of_the_others(
     options: dict[str, Any],
 ) -> None:
     def rank() -> torch.Tensor:
@@ -221,7 +221,7 @@ def test_a_grad_scaler_with_a_pipeline_is_refused() -> None:
     "options",
     [pytest.param({"strategy": "tensor"}, marks=MATRIX), pytest.param(GRID, marks=MATRIX)],
 )
-def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(
+def test_autocast_computes_in_bfloat16_and_gradients_match_one_process(
     options: dict[str, Any],
 ) -> None:
     def rank() -> Any:
@@ -264,7 +264,7 @@ def test_settings_that_do_not_apply_are_refused_by_name(
         shoal.launch(lambda: distribute(**GRID, **setting), world_size=4)
 
 
-def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -> None:
+def test_shard_missing_on_its_rank_and_its_mirror_holder_is_lost() -> None:
     def unused(axes: Axes) -> Any:
         pytest.fail(f"lost shards were searched for in {axes}")
 

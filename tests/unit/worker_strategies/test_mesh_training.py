@@ -372,7 +372,7 @@ def test_ranks_train_as_one_process_does(
         (2, {"strategy": "pipeline", "plan": {}}, "has no options \\['plan'\\]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
+def test_invalid_settings_are_refused_by_name(
     world: int, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -394,7 +394,7 @@ def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
         pytest.param(None, {"micro_batches": 8, "schedule": "zero_bubble"}, marks=MATRIX),
     ],
 )
-def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
+def test_micro_batches_of_a_pipeline_have_the_weights_of_weight_fn(
     micro: int | None, options: dict[str, Any]
 ) -> None:
     """A pipeline weights its micro-batches by `weight_fn`. Two of eight samples have no valid
@@ -437,7 +437,7 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
         pytest.param(4, {"strategy": "hybrid", "tensor_parallel_size": 2}, marks=MATRIX),
     ],
 )
-def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
+def test_ranks_of_a_replica_draw_identically_without_a_loader(
     world: int, options: dict[str, Any]
 ) -> None:
     """Without a loader, the ranks of a replica draw the same random numbers, no matter which seeds
@@ -505,7 +505,7 @@ def test_a_model_in_eval_mode_can_be_trained(options: dict[str, Any]) -> None:
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
 
 
-def test_frozen_parameters_are_held_in_shards_after_the_first_step_too() -> None:
+def test_frozen_parameters_stay_sharded_after_the_first_step() -> None:
     def rank() -> list[int]:
         net = models.make()
         for parameter in net.blocks[0].parameters():
@@ -533,7 +533,7 @@ def test_frozen_parameters_are_held_in_shards_after_the_first_step_too() -> None
         assert held == [0] * len(held)
 
 
-def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:
+def test_weights_that_a_pipeline_cannot_split_are_refused_by_name() -> None:
     def rank(weight: Callable[[Any], float], rows: int) -> None:
         net = models.make()
         model, _ = shoal.as_distributed(
@@ -553,7 +553,7 @@ def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:
         shoal.launch(lambda: rank(lambda batch: float(len(batch[0])), 6), world_size=2)
 
 
-def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over() -> None:
+def test_aborted_step_reduces_no_gradients_over_an_ended_group() -> None:
     def lose() -> None:
         net = models.make()
         model, stepper = shoal.as_distributed(

@@ -80,7 +80,7 @@ def test_a_meta_model_gets_its_unsaved_buffers_from_a_checkpoint(tmp_path: Path)
     assert optimizer.step()
 
 
-def test_a_peers_unsaved_buffers_take_the_place_of_own_values() -> None:
+def test_peers_unsaved_buffers_replace_own_values() -> None:
     peers, net = Rotary(scale=2.0), on_meta()
     state = trained(peers)
     net.table = net.again.table = torch.full((3,), 5.0)
@@ -89,7 +89,7 @@ def test_a_peers_unsaved_buffers_take_the_place_of_own_values() -> None:
     assert same(peers, net)
 
 
-def test_a_buffer_that_nobody_gives_a_value_is_one_clear_error_and_changes_nothing() -> None:
+def test_buffer_without_any_value_is_one_clear_error_and_changes_nothing() -> None:
     net = on_meta()
     with pytest.raises(shoal.ConfigurationError, match=r"buffer 'table' is on the meta device"):
         materialize(net, None, torch.device("cpu"))

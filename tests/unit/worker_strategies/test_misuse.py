@@ -108,12 +108,12 @@ LINEAR = nn.Linear(2, 2)
         (lambda: list(epochs("3")), "epochs('3'): expected a whole number"),
     ],
 )
-def test_what_was_given_and_expected_is_said(call: Callable[[], Any], says: str) -> None:
+def test_error_states_the_given_and_the_expected_value(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(shoal.ConfigurationError, match=re.escape(says)):
         shoal.launch(call, world_size=1)
 
 
-def test_cut_points_are_a_list() -> None:
+def test_split_points_are_a_list() -> None:
     with pytest.raises(shoal.ConfigurationError, match="cut_points='1': expected a list"):
         shoal.launch(lambda: make(strategy="pipeline", cut_points="1"), world_size=2)
 
@@ -126,7 +126,7 @@ def test_a_model_in_torchs_ddp_is_refused() -> None:
         )
 
 
-def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> None:
+def test_single_checkpoint_is_not_mistaken_for_a_directory_of_them(tmp_path: Path) -> None:
     """Resuming from a single checkpoint instead of its directory raises an error. Otherwise the run
     would silently start from the beginning."""
 
@@ -149,7 +149,7 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
     ("differing", "named"), [("seed", "seed"), ("global_batch_size", "batch size")]
 )
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
-def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(
+def test_ranks_whose_loaders_deal_differently_are_stopped_by_the_first_step(
     strategy: str, differing: str, named: str
 ) -> None:
     """Ranks whose loaders differ are stopped by the first step. Otherwise they would silently train
@@ -190,7 +190,7 @@ def test_a_second_optimizer_of_the_models_parameters_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> None:
+def test_parameter_group_added_after_as_distributed_is_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     raw = torch.optim.SGD(net[0].parameters(), 0.1)
     net[1].requires_grad_(False)
@@ -202,7 +202,7 @@ def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> N
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_an_optimizer_that_is_made_of_others_steps_them() -> None:
+def test_optimizer_composed_of_others_steps_them() -> None:
     class Lookahead(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             super().__init__(inner.param_groups, {})

@@ -99,7 +99,7 @@ def alike(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("make", [wrapped, renamed])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "local_sgd"])
-def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
+def test_state_with_other_names_than_the_parameters_is_saved_and_loaded(
     tmp_path: Path, strategy: str, make: Callable[[], nn.Module]
 ) -> None:
     if make is wrapped and strategy in ("pipeline", "hybrid"):
@@ -144,7 +144,9 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str, kind: str) -> None:
+def test_extra_state_is_included_wherever_the_state_is_sent(
+    tmp_path: Path, strategy: str, kind: str
+) -> None:
     def train() -> tuple[Any, Any]:
         model, optimizer = distributed(lambda: counting(kind), strategy)
         steps(model, optimizer, after_epoch=lambda: shoal.save_checkpoint(tmp_path / strategy))
@@ -208,7 +210,7 @@ def test_extra_state_is_loaded_under_another_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor"])
-def test_extra_state_that_cannot_travel_is_refused_at_once(strategy: str) -> None:
+def test_unserializable_extra_state_is_refused_at_once(strategy: str) -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> object:
             return {"made": object()}
@@ -221,7 +223,7 @@ def test_extra_state_that_cannot_travel_is_refused_at_once(strategy: str) -> Non
 
 
 @pytest.mark.parametrize("strategy", CUT)
-def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are_cut(
+def test_entry_computed_from_parameters_by_a_hook_is_refused_where_they_are_sharded(
     strategy: str,
 ) -> None:
     def halved() -> nn.Sequential:
@@ -256,7 +258,7 @@ def transposed(width: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("width", [4, 8])
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
-def test_what_a_hook_converts_for_saving_its_counterpart_converts_back(
+def test_load_hook_reverses_the_conversion_of_the_save_hook(
     tmp_path: Path, strategy: str, width: int
 ) -> None:
     def train() -> list[bool]:

@@ -174,7 +174,7 @@ def in_another_dtype(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
-def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
+def test_run_resumes_in_another_dtype_with_moments_of_that_dtype(
     strategy: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     shoal.launch(
@@ -186,7 +186,7 @@ def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
         assert (state["exp_avg"].dtype, float(state["step"])) == (dtype, 4.0)
 
 
-def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
+def test_optimizer_state_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
     """Optimizer state whose dtype differs from the parameter's keeps its dtype after a resume.
     torch would convert it, and a joiner would have less precision than its peers."""
     ((expected, _),) = shoal.launch(
@@ -265,7 +265,7 @@ class AdamW(torch.optim.SGD):
     moments."""
 
 
-def test_moments_of_optimizers_of_others_are_left_as_they_were_made() -> None:
+def test_moments_of_third_party_optimizers_are_left_unchanged() -> None:
     moment, parameter = torch.ones(3), nn.Parameter(torch.ones(3))
     assert (
         as_made_by(torch.optim.AdamW([parameter]), moment, "exp_avg", torch.bfloat16).dtype

@@ -36,7 +36,7 @@ def test_a_method_that_could_write_parts_of_parameters_is_refused(strategy: str)
     shoal.launch(call, world_size=2)
 
 
-def test_under_ddp_it_is_the_optimizers_own() -> None:
+def test_method_under_ddp_is_the_optimizers_own() -> None:
     def call() -> bool:
         net = nn.Linear(4, 4)
         before = net.weight.detach().clone()

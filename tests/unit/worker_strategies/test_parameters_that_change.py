@@ -97,7 +97,7 @@ def unfrozen(*, second_alone: bool = False, clipped: bool = False, passes: int =
     ],
     ids=["both", "in-turn", "clipped", "in-turn-clipped", "between-passes"],
 )
-def test_ddp_trains_what_was_unfrozen_also_where_no_pass_goes_through_the_models_forward(
+def test_ddp_trains_unfrozen_parameters_even_if_no_pass_uses_the_models_forward(
     loop: Loop, world_size: int
 ) -> None:
     expected = in_one_process(loop)
@@ -105,7 +105,7 @@ def test_ddp_trains_what_was_unfrozen_also_where_no_pass_goes_through_the_models
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-def test_ddp_trains_what_was_unfrozen_by_means_over_samples() -> None:
+def test_ddp_trains_unfrozen_parameters_by_means_over_samples() -> None:
     def loop(model: Any, net: Towers, optimizer: Any, batches: Iterable[Any]) -> None:
         for i, (x, y) in enumerate(batches):
             if i == 2:
@@ -171,7 +171,7 @@ def in_step_two(change: Callable[[Any, Towers, Any], None]) -> Loop:
 
 @pytest.mark.parametrize("change", [replaced, added_to_the_group, removed_from_the_group])
 @pytest.mark.parametrize("strategy", REDUCED)
-def test_other_members_of_a_parameter_group_are_refused_and_named(
+def test_changed_members_of_a_parameter_group_are_refused_and_named(
     strategy: str, change: Callable[..., None]
 ) -> None:
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_other_members_of_a_parameter_group_are_refused_and_named(
 
 
 @pytest.mark.parametrize("change", [replaced_in_the_module, added_to_the_module])
-def test_ddp_refuses_a_parameter_that_comes_into_the_module(change: Callable[..., None]) -> None:
+def test_ddp_refuses_a_parameter_added_to_the_module(change: Callable[..., None]) -> None:
     with pytest.raises(
         shoal.ConfigurationError,
         match=re.escape("was added to the model or replaced after as_distributed"),
@@ -201,7 +201,7 @@ def moved_within_the_module(model: Any, net: Towers, optimizer: Any) -> None:
     )
 
 
-def a_frozen_one_comes(model: Any, net: Towers, optimizer: Any) -> None:
+def a_frozen_parameter_is_added(model: Any, net: Towers, optimizer: Any) -> None:
     net.first.append(nn.Linear(3, 3, bias=False, dtype=torch.float64).requires_grad_(False))
     nn.init.eye_(net.first[3].weight)
 
@@ -211,9 +211,9 @@ def the_same_list_again(model: Any, net: Towers, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [moved_within_the_module, a_frozen_one_comes, the_same_list_again]
+    "change", [moved_within_the_module, a_frozen_parameter_is_added, the_same_list_again]
 )
-def test_ddp_trains_on_where_all_trained_parameters_are_those_that_it_knows(
+def test_ddp_trains_on_if_it_knows_all_trained_parameters(
     change: Callable[..., None],
 ) -> None:
     expected = in_one_process(in_step_two(change))

@@ -114,7 +114,7 @@ class Pair(NamedTuple):
     ],
     ids=["tensor", "dataclass", "model_output", "nested", "opaque"],
 )
-def test_buckets_are_sent_while_the_backward_pass_goes_on(form: Callable[..., Any]) -> None:
+def test_buckets_are_sent_during_the_backward_pass(form: Callable[..., Any]) -> None:
     group = ScriptedGroup()
     net = deep()
     reduction = overlapped(net, session := OneStepSession(group))
@@ -149,7 +149,7 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
 
 @pytest.mark.parametrize(("failing", "refusing"), [((0,), None), ((1, 2), None), ((), 2)])
 @pytest.mark.parametrize("micro_batches", [None, 1])
-def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
+def test_step_is_lost_only_once_nothing_of_it_is_in_flight(
     failing: tuple[int, ...],
     refusing: int | None,
     micro_batches: int | None,
@@ -212,7 +212,7 @@ def test_parameters_shared_between_reentrant_checkpoints_are_one_clear_error() -
         out.sum().backward()
 
 
-def test_hooks_of_a_model_that_was_dropped_do_nothing() -> None:
+def test_hooks_of_a_dropped_model_do_nothing() -> None:
     group = ScriptedGroup()
     net = deep()
     overlapped(net, OneStepSession(group))  # the reduction is dropped at once
@@ -220,7 +220,7 @@ def test_hooks_of_a_model_that_was_dropped_do_nothing() -> None:
     assert group.works == []
 
 
-def test_a_backward_pass_on_another_thread_reduces_as_well() -> None:
+def test_backward_pass_on_another_thread_is_reduced_too() -> None:
     group = ScriptedGroup()
     net = deep()
     reduction = overlapped(net, session := OneStepSession(group))
@@ -256,25 +256,25 @@ def test_buckets_are_filled_from_the_last_parameter_up_to_their_cap() -> None:
     assert layout((100,), (900,), (600,), (500,)) == [[500], [600], [900, 100]]
 
 
-def test_a_parameter_over_the_cap_has_a_bucket_of_its_own() -> None:
+def test_parameter_over_the_cap_has_its_own_bucket() -> None:
     assert layout((10,), (5000,), (10,)) == [[10], [5000], [10]]
 
 
-def test_what_is_too_little_to_send_goes_along() -> None:
+def test_too_small_buckets_are_merged_with_their_neighbours() -> None:
     assert layout((10,), (5000,), (10,), minimum=20) == [[10, 5000, 10]]
 
 
-def test_two_mebibytes_go_in_one_bucket_and_more_begin_to_go_after_the_first() -> None:
+def test_layouts_up_to_two_mebibytes_have_one_bucket_and_larger_ones_several() -> None:
     assert layout((200_000,), (300_000,), cap=25 << 20) == [[300_000, 200_000]]
     assert layout((300_000,), (300_000,), cap=25 << 20) == [[300_000], [300_000]]
     assert layout((200_000,), (300_000,), cap=1 << 20) == [[300_000], [200_000]]
 
 
-def test_what_rides_along_is_never_rounded_to_half_precision() -> None:
+def test_additional_values_in_a_bucket_are_never_rounded_to_half_precision() -> None:
     assert layout((10,), (20,), dtype=torch.bfloat16) == [[20, 10], []]
 
 
-def test_a_layout_of_several_dtypes_sends_each_apart() -> None:
+def test_layout_of_several_dtypes_sends_each_separately() -> None:
     parameters = [torch.zeros(10), torch.zeros(10, dtype=torch.float64), torch.zeros(20)]
     buckets = lay_out(
         parameters,

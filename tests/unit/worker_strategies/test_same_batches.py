@@ -85,7 +85,7 @@ def test_ranks_that_train_on_the_same_batches_of_a_dataloader_are_stopped_with_t
 
 
 @pytest.mark.parametrize("make", [sampled, seeded_by_rank, all_at_once])
-def test_batches_that_differ_between_ranks_or_never_change_are_trained_on(
+def test_batches_that_differ_between_ranks_or_never_change_are_accepted(
     make: Callable[[], DataLoader[tuple[torch.Tensor, ...]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -178,7 +178,7 @@ def train_on(dataset: TensorDataset, batch_size: int, *, sampled: bool = False) 
         ),
     ],
 )
-def test_tiny_and_constant_data_is_trained_on(
+def test_tiny_and_constant_datasets_are_accepted(
     rows: torch.Tensor,
     batch_size: int,
     sampled: bool,
@@ -228,7 +228,7 @@ def evaluate_by_hand(how: str, strategy: str) -> None:
     ("how", "strategy"),
     [("by a loop", "ddp"), ("by a loop", "zero3"), ("by predict", "ddp"), ("by a loop", "hybrid")],
 )
-def test_ranks_that_all_go_through_the_validation_set_are_warned_once(
+def test_ranks_that_all_evaluate_the_full_validation_set_are_warned_once(
     how: str, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

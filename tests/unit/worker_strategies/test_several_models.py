@@ -112,7 +112,7 @@ def distributed(
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("generator_first", "every"), [(False, 1), (True, 1), (False, 3)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_they_end_as_in_plain_pytorch(
+def test_several_models_end_as_in_plain_pytorch(
     strategy: str, generator_first: bool, every: int, world_size: int
 ) -> None:
     expected = plain(generator_first=generator_first, every=every)
@@ -136,7 +136,7 @@ def train_with_norms(strategy: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_layers_that_ask_other_ranks_do_so_behind_an_update_too(strategy: str) -> None:
+def test_layers_that_communicate_do_so_after_an_update_too(strategy: str) -> None:
     (expected,) = shoal.launch(train_with_norms, strategy, world_size=1)
     for values in shoal.launch(train_with_norms, strategy, world_size=2):
         for value, other in zip(values, expected, strict=True):
@@ -159,7 +159,7 @@ def parameters_of(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("fresh_session")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_an_update_of_a_batch_that_was_left_is_put_back(strategy: str, tmp_path: Any) -> None:
+def test_update_of_an_abandoned_batch_is_undone(strategy: str, tmp_path: Any) -> None:
     models, optimizers, loader = prepared(strategy)
     for real, noise in loader:
         take(models, optimizers, real, noise, generator_first=False, both=True)
@@ -198,7 +198,7 @@ def test_a_second_step_for_a_batch_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_a_step_behind_the_last_one_is_refused_with_the_next_batch() -> None:
+def test_step_after_the_last_one_is_refused_with_the_next_batch() -> None:
     models, optimizers, loader = prepared()
 
     def loop() -> None:
@@ -240,7 +240,7 @@ def test_micro_batches_are_refused() -> None:
         ("async_sgd", "apply each update when it arrives"),
     ],
 )
-def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
+def test_other_strategies_explain_why_they_train_one_model(strategy: str, why: str) -> None:
     models = make()
     with pytest.raises(
         ConfigurationError,
@@ -336,14 +336,14 @@ def predict_after_leaving(strategy: str, options: dict[str, Any]) -> bool:
         ),
     ],
 )
-def test_a_model_computes_with_what_was_put_back(
+def test_model_computes_with_restored_values(
     strategy: str, options: dict[str, Any], world_size: int
 ) -> None:
     assert all(shoal.launch(predict_after_leaving, strategy, options, world_size=world_size))
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_each_model_needs_an_optimizer_and_parameters_of_its_own() -> None:
+def test_each_model_needs_its_own_optimizer_and_parameters() -> None:
     models = make()
     with pytest.raises(ConfigurationError, match="2 models and 1 optimizers"):
         shoal.as_distributed(models, optimizers_of(models[0]))
@@ -372,7 +372,7 @@ def test_each_model_of_a_checkpoint_can_be_read_alone(tmp_path: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_a_fit_in_one_call_is_of_one_model() -> None:
+def test_fit_accepts_one_model_only() -> None:
     _, optimizers, _ = prepared()
     data = shoal.OptimizationInputData(training=dataset(), epochs=1, global_batch_size=BATCH)
     with pytest.raises(
@@ -382,7 +382,7 @@ def test_a_fit_in_one_call_is_of_one_model() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_a_checkpoint_of_several_models_is_none_of_one(tmp_path: Any) -> None:
+def test_checkpoint_of_several_models_does_not_load_into_one(tmp_path: Any) -> None:
     models, optimizers, loader = prepared()
     for real, noise in loader:
         take(models, optimizers, real, noise, generator_first=False, both=True)
@@ -483,7 +483,7 @@ def with_checkpointing(strategy: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_activations_are_computed_again_behind_an_update_too(strategy: str) -> None:
+def test_activations_are_recomputed_after_an_update_too(strategy: str) -> None:
     expected = plain(generator_first=False, every=1)
     for values in shoal.launch(with_checkpointing, strategy, world_size=2):
         for value, other in zip(values, expected, strict=True):

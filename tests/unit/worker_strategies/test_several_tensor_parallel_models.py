@@ -147,7 +147,7 @@ QUICK = {
     ("layout", "kind"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
+def test_several_models_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)
     for values, outcomes in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
         for value, other in zip(values, expected, strict=True):
@@ -223,7 +223,7 @@ def planned(given: Any) -> list[int]:
     return [model.local_shard["0.weight"].numel() for model in models]
 
 
-def test_each_model_is_cut_by_a_plan_of_its_own() -> None:
+def test_each_model_is_split_by_its_own_plan() -> None:
     assert shoal.launch(planned, ({"0": "replicate"}, None), world_size=2) == [[24, 16]] * 2
     assert shoal.launch(planned, (None, {"0": "replicate"}), world_size=2) == [[12, 32]] * 2
 
@@ -233,7 +233,7 @@ def test_each_model_is_cut_by_a_plan_of_its_own() -> None:
     ("option", "value"),
     [("plan", {"0": "replicate"}), ("example_inputs", (torch.ones(1, 3), torch.ones(1, 4)))],
 )
-def test_what_is_said_of_a_models_layers_is_given_for_each(option: str, value: Any) -> None:
+def test_layer_settings_are_given_for_each_model(option: str, value: Any) -> None:
     models = make("")
     with pytest.raises(
         ConfigurationError, match=f"{option}=.* with 2 models: expected a tuple of 2"
@@ -263,12 +263,12 @@ def too_small(_: int) -> str:
     return ""
 
 
-def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
+def test_model_that_cannot_be_split_over_the_ranks_is_refused_in_any_position() -> None:
     for message in shoal.launch(too_small, 0, world_size=2):
         assert "its 1 rows, in pieces of 1, leave at least one of 2 ranks without rows" in message
 
 
-def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:
+def test_ranks_are_divided_so_that_every_model_can_be_split() -> None:
     needs_torch(2, 12, "tensor parallelism", "leave it out")
 
     def layouts_of(rows: int) -> Layouts:

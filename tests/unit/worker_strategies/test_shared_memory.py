@@ -62,7 +62,7 @@ def one_frozen(model: Tied) -> None:
 
 @pytest.mark.parametrize("tie", [by_data, by_another_parameter, half_of_it, one_frozen])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_parameters_over_one_memory_are_refused(
+def test_two_parameters_with_shared_memory_are_refused(
     strategy: str, tie: Callable[[Tied], None]
 ) -> None:
     model = Tied()
@@ -75,7 +75,7 @@ def test_two_parameters_over_one_memory_are_refused(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "tensor"])
-def test_a_buffer_over_a_trained_parameter_is_refused(strategy: str) -> None:
+def test_buffer_that_shares_memory_with_a_trained_parameter_is_refused(strategy: str) -> None:
     model = Tied()
     model.register_buffer("seen", model.encoder.weight.data[:2])
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_a_buffer_over_a_trained_parameter_is_refused(strategy: str) -> None:
         distribute(model, strategy)
 
 
-def test_two_models_over_one_memory_are_refused() -> None:
+def test_two_models_with_shared_memory_are_refused() -> None:
     first, second = Tied(), Tied()
     second.encoder.weight.data = first.encoder.weight.data
     optimizers = tuple(torch.optim.SGD(model.parameters(), 0.1) for model in (first, second))
@@ -124,7 +124,7 @@ def the_same_parameter(model: Tied) -> None:
 
 @pytest.mark.parametrize("lay_out", [side_by_side, in_columns, both_frozen, the_same_parameter])
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_tensors_of_one_storage_that_have_no_element_in_common_are_fine(
+def test_tensors_of_one_storage_without_common_elements_are_accepted(
     strategy: str, lay_out: Callable[[Tied], None]
 ) -> None:
     model = Tied()
@@ -133,7 +133,7 @@ def test_tensors_of_one_storage_that_have_no_element_in_common_are_fine(
 
 
 @pytest.mark.parametrize("tie", [by_data, by_another_parameter])
-def test_under_ddp_two_parameters_over_one_memory_train_as_in_one_process(
+def test_two_parameters_with_shared_memory_under_ddp_train_as_in_one_process(
     tie: Callable[[Tied], None],
 ) -> None:
     samples = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

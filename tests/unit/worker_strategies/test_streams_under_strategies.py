@@ -78,7 +78,7 @@ def test_a_stream_trains_as_on_one_rank(alone, strategy):
             torch.testing.assert_close(each, parameters)
 
 
-def test_local_sgd_takes_a_stream_that_every_rank_reads_and_refuses_shards():
+def test_local_sgd_accepts_a_stream_read_by_every_rank_and_refuses_shards():
     results = shoal.launch(train, Rows, "local_sgd", {"sync_every": 2}, world_size=2)
     assert [steps for steps, _ in results] == [6, 6]
     with pytest.raises(ConfigurationError, match="ranks take steps independently"):
@@ -86,7 +86,7 @@ def test_local_sgd_takes_a_stream_that_every_rank_reads_and_refuses_shards():
 
 
 @pytest.mark.parametrize("longer", [1, 4])
-def test_ranks_whose_streams_end_elsewhere_are_reported_and_do_not_hang(longer):
+def test_ranks_whose_streams_end_at_different_items_are_reported_without_a_hang(longer):
     with pytest.raises(PreconditionError, match="the stream's items"):
         shoal.launch(train, lambda: Rows(longer), "ddp", {}, world_size=2)
 
@@ -102,7 +102,7 @@ def evaluate(stream):
 
 
 @pytest.mark.parametrize("stream", [Rows, shards, lambda: shards(0, 2, 2, 5, 9, 10, ITEMS)])
-def test_a_stream_is_evaluated_once_whole(stream):
+def test_stream_is_evaluated_once_entirely(stream):
     total = float(sum(row(number)[0].sum() for number in range(ITEMS)))
     batches = 6 if stream in (Rows, shards) else 7
     for world in (1, 2, 3, 5):
@@ -149,7 +149,7 @@ def test_each_shard_is_evaluated_by_one_rank_though_they_are_uneven(strategy):
     assert sorted(read) == sorted([*range(ITEMS), *looks])
 
 
-def test_a_stream_in_shards_that_is_split_by_rank_is_refused():
+def test_sharded_stream_that_divides_itself_by_rank_is_refused():
     def read(cut):
         return itertools.islice(
             map(row_of_whole_numbers, range(*cut)), shoal.rank(), None, shoal.world_size()

@@ -88,7 +88,7 @@ def test_two_ranks_train_as_one_process_does(strategy: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "sum"}, {"momentum": None}, {"strategy": "zero3"}], ids=str
 )
-def test_ranks_with_fewer_samples_and_with_none_weigh_what_they_have(
+def test_ranks_with_few_or_no_samples_are_weighted_by_their_number(
     options: dict[str, Any],
 ) -> None:
     strategy = {"strategy": "ddp"} | options
@@ -100,7 +100,7 @@ def test_ranks_with_fewer_samples_and_with_none_weigh_what_they_have(
 
 
 @pytest.mark.parametrize("strategy", sorted({*registry.names()} - {*SYNCHRONIZED}))
-def test_other_strategies_refuse_it_and_name_those_that_take_it(strategy: str) -> None:
+def test_other_strategies_refuse_it_and_name_those_that_accept_it(strategy: str) -> None:
     def rank() -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4)), nn.Linear(4, 2))
         with pytest.raises(
@@ -129,7 +129,7 @@ def test_micro_batches_are_refused() -> None:
         )
 
 
-def test_one_value_for_each_channel_over_all_ranks_is_refused_as_by_torch() -> None:
+def test_single_value_per_channel_over_all_ranks_is_refused_as_by_torch() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
         shoal.launch(

@@ -155,7 +155,7 @@ def clears_between_passes_that_were_built_before(
 
 
 @pytest.mark.parametrize("strategy", [*CUT, *SPLIT])
-def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: str) -> None:
+def test_gradients_of_the_previous_step_are_not_accumulated_silently(strategy: str) -> None:
     with pytest.raises(
         PreconditionError,
         match=r"gradients of the last step were not cleared.*zero_grad\(\) in every "
@@ -164,7 +164,7 @@ def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: 
         shoal.launch(functools.partial(train, strategy, clears_every_second_step), world_size=2)
 
 
-def test_under_ddp_they_are_added_to_as_in_one_process() -> None:
+def test_ddp_accumulates_gradients_as_in_one_process() -> None:
     assert_as_in_one_process("ddp", clears_every_second_step)
 
 
@@ -172,7 +172,7 @@ def test_under_ddp_they_are_added_to_as_in_one_process() -> None:
     "loop", [clears_what_the_same_pass_has_left, clears_between_passes_that_were_built_before]
 )
 @pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
-def test_gradients_are_cleared_between_backward_passes_whose_graphs_were_built_before(
+def test_gradients_are_cleared_between_backward_passes_with_earlier_graphs(
     strategy: str, loop: Loop
 ) -> None:
     assert_as_in_one_process(strategy, loop)
@@ -182,7 +182,9 @@ def test_gradients_are_cleared_between_backward_passes_whose_graphs_were_built_b
     "loop", [clears_behind_the_forward_pass, clears_by_hand, clears_what_another_pass_has_left]
 )
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor"])
-def test_gradients_are_cleared_anywhere_before_they_are_needed(strategy: str, loop: Loop) -> None:
+def test_gradients_may_be_cleared_anywhere_before_they_are_needed(
+    strategy: str, loop: Loop
+) -> None:
     assert_as_in_one_process(strategy, loop)
 
 
@@ -198,7 +200,7 @@ def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_pass_through_a_method_of_the_module_counts_as_one_through_the_model(
+def test_pass_through_a_method_of_the_module_counts_like_forward(
     strategy: str,
 ) -> None:
     assert_as_in_one_process(strategy, trains_by_a_method)
@@ -245,9 +247,7 @@ def trains_by_one_that_calls_forward(model: Any, optimizer: Any, batches: Batche
     ],
 )
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_a_pass_through_a_registered_method_counts_as_one_through_the_model(
-    strategy: str, loop: Loop
-) -> None:
+def test_pass_through_a_registered_method_counts_like_forward(strategy: str, loop: Loop) -> None:
     assert_as_in_one_process(strategy, loop)
 
 
@@ -265,7 +265,7 @@ def in_micro_batches(strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
-def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(
+def test_registered_method_accepts_micro_batches_of_which_ranks_have_different_numbers(
     strategy: str,
 ) -> None:
     expected = plain(train_plainly)
@@ -274,7 +274,7 @@ def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_n
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_a_method_that_is_not_registered_is_advised_how_to_be(strategy: str) -> None:
+def test_unregistered_method_is_reported_with_how_to_register_it(strategy: str) -> None:
     with pytest.raises(
         PreconditionError,
         match=r"model\.register_forward_method\('NAME'\) once, and then model\.NAME\(\.\.\.\)",
@@ -319,7 +319,7 @@ def train_plainly(model: Any, optimizer: Any, batches: Batches) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(
+def test_each_micro_batch_has_its_own_weight_whatever_methods_it_passes_through(
     strategy: str, world_size: int
 ) -> None:
     expected = plain(train_plainly)
@@ -340,11 +340,11 @@ def penalizes(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *CUT, "hybrid"])
-def test_a_backward_pass_goes_through_a_backward_pass(strategy: str) -> None:
+def test_second_order_gradients_match_one_process(strategy: str) -> None:
     assert_as_in_one_process(strategy, penalizes)
 
 
-def test_through_layers_that_are_split_no_backward_pass_goes_through_another() -> None:
+def test_second_order_backward_pass_through_split_layers_is_refused() -> None:
     with pytest.raises(
         PreconditionError,
         match=r"create_graph=True cannot be used with strategy='tensor'.*use zero2 or fsdp",
@@ -414,7 +414,7 @@ def begins_again(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_a_backward_pass_that_was_caught_half_way_is_reported(strategy: str) -> None:
+def test_backward_pass_interrupted_by_a_caught_error_is_reported(strategy: str) -> None:
     def rank() -> None:
         model, optimizer, loader = prepared(strategy)
         model.module.body[0].register_forward_hook(
@@ -434,7 +434,7 @@ def hook(*_: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor"])
 @pytest.mark.usefixtures("fresh_session")
-def test_step_hooks_are_refused_where_the_optimizer_has_parts(strategy: str) -> None:
+def test_step_hooks_are_refused_where_the_optimizer_has_shards(strategy: str) -> None:
     net = Net()
     inner = torch.optim.SGD(net.parameters(), 0.1)
     model, optimizer = shoal.as_distributed(net, inner, strategy=strategy)
@@ -451,7 +451,7 @@ def test_step_hooks_are_refused_where_the_optimizer_has_parts(strategy: str) -> 
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_step_hooks_that_were_there_before_are_refused_at_once() -> None:
+def test_existing_step_hooks_are_refused_at_once() -> None:
     net = Net()
     inner = torch.optim.SGD(net.parameters(), 0.1)
     inner.register_step_post_hook(hook)

@@ -99,7 +99,7 @@ def test_two_ranks_train_as_one_process_does(strategy: str) -> None:
     [{}, {"strategy": "zero3"}, {"weight_fn": lambda batch: 3.0 * len(batch[0])}],
     ids=["ddp", "zero3", "weighed"],
 )
-def test_ranks_with_fewer_samples_and_with_none(options: dict[str, Any]) -> None:
+def test_ranks_with_few_or_no_samples_train_like_one_process(options: dict[str, Any]) -> None:
     expected = trained_alone()
     for found in shoal.launch(functools.partial(train, **options), world_size=6):
         assert_alike(found, expected)
@@ -108,7 +108,7 @@ def test_ranks_with_fewer_samples_and_with_none(options: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str
 )
-def test_rows_of_any_dtype_arrive_as_they_are(dtype: torch.dtype) -> None:
+def test_rows_of_any_dtype_arrive_unchanged(dtype: torch.dtype) -> None:
     def rank() -> None:
         net = nn.Linear(1, 1)
         model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -127,7 +127,7 @@ def test_rows_of_any_dtype_arrive_as_they_are(dtype: torch.dtype) -> None:
     shoal.launch(rank, world_size=2)
 
 
-def test_outside_of_a_step_and_alone_it_is_the_ranks_own() -> None:
+def test_gather_outside_a_step_or_on_one_rank_returns_the_ranks_own_rows() -> None:
     def rank() -> None:
         with pytest.raises(shoal.PreconditionError, match="before as_distributed"):
             shoal.whole_batch(torch.ones(2))
@@ -151,7 +151,7 @@ def in_a_step(call: Any, *, loader: dict[str, Any] | None = None, **options: Any
 
 
 @pytest.mark.parametrize("strategy", sorted({*registry.names()} - {*MEETING, "async_sgd"}))
-def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -> None:
+def test_other_strategies_refuse_it_and_name_those_that_support_it(strategy: str) -> None:
     def rank() -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
@@ -164,7 +164,7 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
     shoal.launch(rank, world_size=1)
 
 
-def test_async_sgd_refuses_it_as_well() -> None:
+def test_async_sgd_refuses_it_too() -> None:
     # declared, because shoal.launch starts no parameter servers
     declared = registry.find("async_sgd")[0].declaration
     assert "use ddp, zero1, " in str(
@@ -174,9 +174,7 @@ def test_async_sgd_refuses_it_as_well() -> None:
 
 # raised by torch.compile when it inspects tensors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_compiled_ones_too() -> (
-    None
-):
+def test_checkpointed_and_compiled_blocks_gather_again_in_their_backward_pass() -> None:
     def rank(*, how: str) -> torch.Tensor:
         net = Encoder()
         model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5))
@@ -218,7 +216,7 @@ def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_comp
     ],
     ids=["micro-batches", "sums", "rows", "scalar", "nothing"],
 )
-def test_what_it_cannot_put_together_is_refused(
+def test_incompatible_tensors_are_refused(
     settings: dict[str, Any], tensors: list[torch.Tensor], expected: str
 ) -> None:
     def call(x: torch.Tensor) -> None:
@@ -228,7 +226,7 @@ def test_what_it_cannot_put_together_is_refused(
     shoal.launch(lambda: in_a_step(call, **settings), world_size=1)
 
 
-def test_ranks_that_give_other_tensors_all_receive_the_error() -> None:
+def test_ranks_with_mismatched_tensors_all_receive_the_error() -> None:
     def call(x: torch.Tensor) -> None:
         with pytest.raises(
             shoal.PreconditionError, match=r"This rank passed torch\.float32"

@@ -106,7 +106,7 @@ WRITES: dict[str, tuple[str, Callable[[Net], object]]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("strategy", HERE)
-def test_what_one_rank_writes_is_an_error_that_names_tensor_ranks_and_cause(
+def test_writes_on_one_rank_are_an_error_that_names_tensor_ranks_and_cause(
     strategy: str, how: str
 ) -> None:
     name, write = WRITES[how]
@@ -119,7 +119,9 @@ def test_what_one_rank_writes_is_an_error_that_names_tensor_ranks_and_cause(
 
 @pytest.mark.parametrize("how", ["a buffer", "a counter"])
 @pytest.mark.parametrize("strategy", ELSEWHERE)
-def test_where_parameters_are_cut_the_same_holds_of_buffers(strategy: str, how: str) -> None:
+def test_buffers_written_on_one_rank_are_an_error_under_sharding_too(
+    strategy: str, how: str
+) -> None:
     name, write = WRITES[how]
     with pytest.raises(PreconditionError, match=f"'{name}'") as stopped:
         shoal.launch(train, strategy, on_rank_1(write), world_size=2)
@@ -128,14 +130,14 @@ def test_where_parameters_are_cut_the_same_holds_of_buffers(strategy: str, how: 
 
 @pytest.mark.parametrize("how", ["in place", "data in place", "frozen", "load_state_dict"])
 @pytest.mark.parametrize("strategy", ELSEWHERE)
-def test_where_parameters_are_cut_no_rank_can_write_them(strategy: str, how: str) -> None:
+def test_no_rank_can_write_sharded_parameters(strategy: str, how: str) -> None:
     with pytest.raises(PreconditionError, match=r"model\.with_parameters\(values\)"):
         shoal.launch(train, strategy, on_rank_1(WRITES[how][1]), world_size=2)
 
 
 @pytest.mark.parametrize("how", ["in place", "data in place", "frozen"])
 @pytest.mark.parametrize("strategy", [*HERE, *ELSEWHERE])
-def test_what_one_rank_writes_in_a_later_pass_is_refused(strategy: str, how: str) -> None:
+def test_writes_on_one_rank_in_a_later_pass_are_refused(strategy: str, how: str) -> None:
     with pytest.raises(ConfigurationError) as stopped:
         shoal.launch(train, strategy, None, on_rank_1(WRITES[how][1]), world_size=2)
     assert stopped.value.reason == "PARAMETERS_WRITTEN", stopped.value
@@ -143,7 +145,7 @@ def test_what_one_rank_writes_in_a_later_pass_is_refused(strategy: str, how: str
 
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("strategy", [*HERE, *ELSEWHERE])
-def test_what_all_ranks_write_is_as_in_one_process(strategy: str, micro: int | None) -> None:
+def test_writes_on_all_ranks_act_as_in_one_process(strategy: str, micro: int | None) -> None:
     def write(step: int, net: nn.Module) -> None:
         assert isinstance(net, Net)
         if step in (2, 4):
@@ -163,7 +165,7 @@ def test_what_all_ranks_write_is_as_in_one_process(strategy: str, micro: int | N
 
 
 @pytest.mark.parametrize("strategy", HERE)
-def test_one_rank_may_swap_weights_for_an_evaluation_and_put_them_back(strategy: str) -> None:
+def test_one_rank_may_swap_weights_for_an_evaluation_and_restore_them(strategy: str) -> None:
     def swap(step: int, net: nn.Module) -> None:
         if shoal.rank() == 0:
             own = {name: value.clone() for name, value in net.state_dict().items()}

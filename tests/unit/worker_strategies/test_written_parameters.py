@@ -111,7 +111,7 @@ def train(
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
 @pytest.mark.parametrize("strategy", CARRY)
-def test_what_all_ranks_write_alike_is_as_in_one_process(
+def test_equal_writes_on_all_ranks_act_as_in_one_process(
     strategy: str, how: str, micro: int | None
 ) -> None:
     if how == "data" and strategy != "ddp":
@@ -126,7 +126,7 @@ def test_what_all_ranks_write_alike_is_as_in_one_process(
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place"])
 @pytest.mark.parametrize("strategy", CARRY)
-def test_what_depends_on_a_ranks_own_samples_is_refused(
+def test_writes_that_depend_on_a_ranks_own_samples_are_refused(
     strategy: str, how: str, micro: int | None
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"0\.shift") as refused:
@@ -137,16 +137,14 @@ def test_what_depends_on_a_ranks_own_samples_is_refused(
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
 @pytest.mark.parametrize("strategy", REFUSE)
-def test_where_ranks_hold_parts_of_parameters_writes_are_refused(
-    strategy: str, how: str, world_size: int
-) -> None:
+def test_writes_to_sharded_parameters_are_refused(strategy: str, how: str, world_size: int) -> None:
     with pytest.raises(shoal.ShoalError, match=r"0\.key\.weight"):
         shoal.launch(train, momentum, how, strategy, world_size=world_size)
 
 
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
-def test_where_ranks_average_only_what_is_trained_writes_to_the_rest_are_refused(
+def test_writes_to_untrained_parameters_are_refused_where_only_trained_ones_are_averaged(
     how: str, micro: int | None
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"0\.key\.weight.*only trained") as refused:
@@ -220,7 +218,7 @@ def counted(
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", *CARRY, *REFUSE])
-def test_a_lost_step_undoes_what_its_passes_changed(strategy: str) -> None:
+def test_lost_step_undoes_the_changes_of_its_passes(strategy: str) -> None:
     writes_from = 0 if strategy in CARRY else float("inf")
     wanted = shoal.launch(counted, strategy, None, writes_from, world_size=2)
     found = shoal.launch(counted, strategy, 2, writes_from, world_size=2)
@@ -275,7 +273,7 @@ class WritesWithoutEffect(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_ranks_may_differ_in_what_they_write_without_effect(strategy: str) -> None:
+def test_ranks_may_differ_in_writes_without_effect(strategy: str) -> None:
     def rank() -> int:
         net = WritesWithoutEffect()
         model, optimizer = shoal.as_distributed(
@@ -294,7 +292,7 @@ def test_ranks_may_differ_in_what_they_write_without_effect(strategy: str) -> No
 
 @pytest.mark.parametrize("begun", ["a forward pass", "a loop that was left"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_what_a_script_sets_behind_a_step_that_nobody_finishes_stays(
+def test_values_set_by_a_script_after_an_unfinished_step_are_kept(
     strategy: str, begun: str
 ) -> None:
     def rank() -> tuple[torch.Tensor, float]:

@@ -60,7 +60,7 @@ def remembering(remember: Any) -> Any:
 @pytest.mark.parametrize(
     "remember", [deque, lambda: torch.zeros(2, 2).to_sparse()], ids=["object", "sparse tensor"]
 )
-def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(
+def test_first_step_names_state_that_cannot_be_sent_and_its_parameter(
     strategy: str, remember: Any
 ) -> None:
     steps: list[int] = []
@@ -99,7 +99,7 @@ def test_state_of_numbers_and_tensors_of_any_shape_is_accepted() -> None:
         assert shoal.launch(train, made, strategy, STRATEGIES[strategy], world_size=2) == [4, 4]
 
 
-def test_a_process_by_itself_keeps_what_it_likes() -> None:
+def test_single_process_may_keep_any_state() -> None:
     assert train(remembering(deque), "ddp", {}) == 4
     shoal.shutdown()
 

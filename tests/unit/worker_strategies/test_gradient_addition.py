@@ -29,7 +29,7 @@ def _given(dtype: torch.dtype) -> list[torch.Tensor]:
         (torch.float32, torch.bfloat16),
     ],
 )
-def test_no_bit_depends_on_what_is_added_at_once(
+def test_result_does_not_depend_on_how_much_is_added_at_once(
     dtypes: tuple[torch.dtype, torch.dtype], factor: float, at_once: int
 ) -> None:
     wide, narrow = dtypes

@@ -50,7 +50,7 @@ def elements(strategy: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "hybrid"])
-def test_each_parameter_is_there_once_and_whole_on_every_rank(strategy: str) -> None:
+def test_each_parameter_appears_once_and_unsharded_on_every_rank(strategy: str) -> None:
     """Every rank sees each parameter once and unsharded in `param_groups`, even if ranks mirror
     each other's shards."""
     ranks = 2 if strategy == "tensor" else 3
@@ -98,7 +98,7 @@ def asks_for_state(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_the_state_of_a_parameter_is_refused_instead_of_a_new_one(strategy: str) -> None:
+def test_request_for_a_parameters_state_is_refused_instead_of_creating_one(strategy: str) -> None:
     shoal.launch(asks_for_state, strategy, world_size=2)
 
 
@@ -110,7 +110,7 @@ def with_hook(strategy: str, register: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize(
     "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
 )
-def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(
+def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_shards(
     register: Callable[[Any], Any],
 ) -> None:
     seen: list[Any] = []
@@ -170,7 +170,7 @@ def scaled(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid", "tensor"])
-def test_a_grad_scaler_unscales_what_the_ranks_update(strategy: str) -> None:
+def test_grad_scaler_unscales_the_gradients_that_ranks_update(strategy: str) -> None:
     (expected,) = shoal.launch(scaled, "ddp", world_size=1)
     for norm, last, scale, values in shoal.launch(scaled, strategy, world_size=2):
         assert [norm, last, scale] == pytest.approx(expected[:3], rel=1e-9)

@@ -103,7 +103,9 @@ def plain(net: nn.Module, samples: int = 48) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_rule_for_every_dtype_and_strategy(strategy: str, micro: int | None) -> None:
+def test_buffers_follow_one_rule_for_every_dtype_and_strategy(
+    strategy: str, micro: int | None
+) -> None:
     if strategy == "pipeline" and micro is not None:
         # pipeline splits each micro-batch in two; with passes of one sample, a count of samples
         # would equal a count of steps
@@ -139,7 +141,7 @@ def test_a_rank_without_samples_changes_nothing(strategy: str) -> None:
 @pytest.mark.parametrize(
     "strategy", [each for each in STRATEGIES if each not in ("tensor", "pipeline")]
 )
-def test_what_has_no_rule_and_differs_is_an_error_that_names_the_buffer(
+def test_differing_buffer_without_a_rule_is_an_error_that_names_it(
     strategy: str, flag: torch.dtype
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"0\.flag") as stopped:
@@ -161,7 +163,7 @@ def quantized(configuration: str) -> nn.Module:
 
 @pytest.mark.parametrize("configuration", ["qnnpack", "x86"])
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
-def test_observers_of_quantization_aware_training_are_those_of_one_process(
+def test_observers_of_quantization_aware_training_match_one_process(
     strategy: str, configuration: str
 ) -> None:
     """Observers have the values of one process. Those of later layers are not compared, because in
@@ -190,7 +192,7 @@ def test_observers_of_quantization_aware_training_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "local_sgd"])
-def test_ranks_quantize_alike(strategy: str) -> None:
+def test_ranks_quantize_identically(strategy: str) -> None:
     first, second = shoal.launch(lambda: train(strategy, quantized("x86")), world_size=2)
     assert all(torch.equal(second[name], value) for name, value in first.items())
 
@@ -260,7 +262,7 @@ class Largest(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_integers_that_need_not_be_counts_are_summed_with_a_warning_and_outside_of_the_state_kept(
+def test_integers_that_may_not_be_counts_are_summed_with_a_warning_and_kept_if_not_persistent(
     strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rank(*, positives: bool) -> int:
@@ -291,7 +293,7 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_counter_that_may_count_something_of_the_samples_is_warned_of(
+def test_counter_that_may_depend_on_the_samples_is_warned_of(
     strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shoal.launch(lambda: train(strategy, Tokens()), world_size=2)

@@ -87,9 +87,7 @@ def train(
 @pytest.mark.parametrize(
     ("strategy", "kind"), [*itertools.product(["ddp", "pipeline"], [*KINDS][:3]), ("ddp", "own")]
 )
-def test_where_tensors_are_whole_they_take_the_steps_of_one_process(
-    strategy: str, kind: str
-) -> None:
+def test_unsharded_tensors_take_the_steps_of_one_process(strategy: str, kind: str) -> None:
     for state, _, _ in shoal.launch(lambda: train(KINDS[kind], strategy, clip=100.0), world_size=2):
         torch.testing.assert_close(
             dict(state), dict(alone(KINDS[kind], clip=100.0)[0]), rtol=1e-5, atol=1e-6
@@ -100,7 +98,7 @@ def test_where_tensors_are_whole_they_take_the_steps_of_one_process(
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [*itertools.product(DEALT[:4], [2, 3]), ("hsdp", 4)]
 )
-def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(
+def test_tensors_assigned_to_ranks_take_the_steps_of_one_process(
     kind: str, strategy: str, world_size: int
 ) -> None:
     options = {"whole_tensors": True} if kind == "own" else {}
@@ -139,7 +137,7 @@ def train_with_a_scaler(kind: Make, strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_a_scaler_and_state_that_is_kept_elsewhere_change_nothing(
+def test_scaler_and_offloaded_state_change_nothing(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:
     expected, _ = alone(KINDS[kind])
@@ -179,7 +177,7 @@ def test_muon_takes_the_steps_of_one_process(strategy: str) -> None:
     ("saved_by", "loaded_by"),
     [("zero1", "zero3"), ("fsdp", "zero2"), ("zero2", "ddp"), ("ddp", "zero1")],
 )
-def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(
+def test_checkpoint_continues_with_other_ranks_and_another_strategy(
     kind: str, saved_by: str, loaded_by: str, tmp_path: Path
 ) -> None:
     def part(strategy: str, first: int, last: int) -> Any:
@@ -213,7 +211,9 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12),
     world_size=st.integers(1, 6),
 )
-def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_tensors_are_assigned_unsharded_and_evenly(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = UnitLayout(
         shapes=tuple(torch.Size(shape) for shape in shapes),
         world_size=world_size,
@@ -235,7 +235,7 @@ def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world
 
 
 @pytest.mark.parametrize("strategy", ["tensor"])
-def test_strategies_that_cut_tensors_refuse_them(strategy: str) -> None:
+def test_strategies_that_shard_tensors_refuse_them(strategy: str) -> None:
     net = network()
     with pytest.raises(
         ConfigurationError, match="is not known to update each element independently"
@@ -280,7 +280,7 @@ class Own(torch.optim.SGD):
         (torch.optim.LBFGS, {"whole_tensors": True}, "LBFGS updates all parameters together"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Any, options: dict[str, Any], says: str) -> None:
+def test_invalid_settings_are_refused(make: Any, options: dict[str, Any], says: str) -> None:
     net = network()
     with pytest.raises(ConfigurationError, match=says):
         shoal.as_distributed(net, make(net.parameters(), 0.1), strategy="zero2", **options)

@@ -54,7 +54,7 @@ def train(strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_ranks_with_fewer_parts_take_part_in_its_passes(strategy: str) -> None:
+def test_ranks_with_fewer_micro_batches_take_part_in_nested_passes(strategy: str) -> None:
     net = Calling()
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     x, y = data().tensors

@@ -65,7 +65,7 @@ class Faults:
                 process.die(f"at point {fault.point}")
             case Stops():
                 world.note(f"{process.name} stands still for {fault.seconds} s")
-                world.stand_still(process, fault.seconds)
+                world.stop_for(process, fault.seconds)
             case Drains():
                 process.drain()
             case Joins() if world.scheduler.over is None:
@@ -103,7 +103,7 @@ class Faults:
             self._open[id(meeting)] = torn
         return meeting
 
-    def before_giving(self, room: Room, meeting: Meeting, process: Process) -> None:
+    def before_contributing(self, room: Room, meeting: Meeting, process: Process) -> None:
         """Kills `process` if it is to die before it enters the collective. Raises Killed then."""
         torn = self._open.get(id(meeting))
         if torn is not None and not torn.entered and torn.dies == process.name:

@@ -36,7 +36,7 @@ _STATES = ("state", "optimizer", "averaged")
 _LONG_S = 15
 """Shortest stop or write, in seconds, for which others may wait until a timeout in addition to
 their own work."""
-_HEARD_AFTER_S = 0.1
+_REPORTED_AFTER_S = 0.1
 """Longest time in seconds until the coordinator learns of a death."""
 _DIVERGED = "ranks diverged"
 _STATE_LOST = (
@@ -134,10 +134,10 @@ def _judge(verdict: Verdict, audited: Any) -> None:
 
     _judge_ends(world, finishers, wrong)
     _judge_beginnings(world, wrong)
-    slow = any(process.stood_still_s >= _LONG_S for process in world.processes) or any(
+    slow = any(process.stopped_for_s >= _LONG_S for process in world.processes) or any(
         isinstance(fault, SlowWrites) and fault.seconds >= _LONG_S for fault in scenario.faults
     )
-    if world.timeouts and not _unheard(world) and not slow and not scenario.parted:
+    if world.timeouts and not _was_unreported(world) and not slow and not scenario.parted:
         wrong("timeout", f"{len(world.timeouts)} waits took a whole timeout: {world.timeouts[0]}")
     _judge_statuses(world, wrong)
     _judge_returns(world, survivors, wrong)
@@ -264,7 +264,9 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         )
         if not only_joiners and not _lacks_ranks(world):
             wrong("unfinished", "no process reached its script's end")
-    elif all(process.asked_at is not None for process in world.processes) and not _unheard(world):
+    elif all(process.asked_at is not None for process in world.processes) and not _was_unreported(
+        world
+    ):
         wrong("preempted", "all processes got SIGTERM, and none ran the code after the loop")
 
 
@@ -275,10 +277,10 @@ def _ended_before(one: Process, other: Process) -> bool:
     return at is not None and other.ended_at is not None and at <= other.ended_at
 
 
-def _unheard(world: World) -> bool:
+def _was_unreported(world: World) -> bool:
     """Returns whether a death went unreported because the coordinator was away."""
     return any(
-        begin - _HEARD_AFTER_S <= at <= end
+        begin - _REPORTED_AFTER_S <= at <= end
         for _, at in world.losses
         for begin, end in world.absences
     )

@@ -62,7 +62,7 @@ class Process:
         self.world, self.name = world, name
         self.dead = False
         self.ended = False
-        self.still_until = 0.0
+        self.stopped_until = 0.0
         self.exit_code: int | None = None
         self.failure: str | None = None
         self.session: Session | None = None
@@ -91,7 +91,7 @@ class Process:
         """Virtual time of its death or end; None before."""
         self.asked_at: float | None = None
         """Virtual time of its SIGTERM; None without one."""
-        self.stood_still_s = 0.0
+        self.stopped_for_s = 0.0
         """Longest time for which SIGSTOP stopped this process, in seconds; 0: never."""
         self.steps = 0
         """Number of committed steps at its end."""
@@ -180,7 +180,7 @@ class Process:
             self.ended
             and lingered_s > LONGEST_AFTER_GOODBYE_S
             and not self.world.faults.seconds_of_write(self)
-            and not self.still_until
+            and not self.stopped_until
         ):
             self.world.violated(
                 "lingers",

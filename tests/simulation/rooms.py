@@ -89,7 +89,7 @@ class Room:
             )
         meeting = self._meetings[number]
         side = self.sides[rank]
-        self.world.faults.before_giving(self, meeting, side.process)
+        self.world.faults.before_contributing(self, meeting, side.process)
         work = CollectiveWork(side, meeting, call)
         first = next(iter(meeting.works.values()), None)
         meeting.works[rank] = work

@@ -36,7 +36,7 @@ class Host(Protocol):
     name: str
     dead: bool
     """True once the process is dead. Its threads end at their next wait."""
-    still_until: float
+    stopped_until: float
     """Virtual time until which none of its threads runs."""
 
     def comes_to(self, what: str) -> None:
@@ -60,14 +60,14 @@ class Actor:
         """Returns whether the thread can continue at time `now`."""
         if self.host.dead:
             return True
-        return now >= self.host.still_until and (
+        return now >= self.host.stopped_until and (
             (self.deadline is not None and now >= self.deadline) or self.ready()
         )
 
     @property
     def due(self) -> float | None:
         """Latest virtual time at which the thread continues; None: no deadline."""
-        return None if self.deadline is None else max(self.deadline, self.host.still_until)
+        return None if self.deadline is None else max(self.deadline, self.host.stopped_until)
 
 
 class Scheduler:

@@ -41,7 +41,7 @@ def answers_alone(torn: Torn, phase: str) -> dict[str, list[tuple[int, str]]]:
 
 
 @pytest.mark.timeout(300)
-def test_the_protocol_alone_gives_the_answers_of_the_product_however_a_step_is_torn() -> None:
+def test_protocol_alone_answers_like_the_product_however_a_step_is_torn() -> None:
     scenarios = torn_steps()
     first = min(
         fault.collective
@@ -58,7 +58,7 @@ def test_the_protocol_alone_gives_the_answers_of_the_product_however_a_step_is_t
         assert answers_alone(torn, PHASES[torn.collective - first]) == product, str(scenario)
 
 
-def test_a_new_worker_takes_the_state_at_a_step_boundary() -> None:
+def test_new_worker_receives_the_state_at_a_step_boundary() -> None:
     workers = ALONE["train"]("ab", STEPS, joiner=("c", 2))
     assert len({worker.state for worker in workers.values()}) == 1
     assert [step for step, _ in workers["c"].answers] == [4, 5, 6]

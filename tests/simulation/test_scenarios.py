@@ -13,7 +13,7 @@ _FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
 @pytest.mark.parametrize("file", _FILES, ids=[file.stem.replace("_", " ") for file in _FILES])
-def test_scenario(file: Path) -> None:
+def test_scenario_ends_as_expected(file: Path) -> None:
     verdict = oracle.run(parse(file.read_text()))
     assert verdict.ok, f"\n{verdict.scenario}\n\n{verdict}"
 
@@ -23,7 +23,7 @@ def test_scenario(file: Path) -> None:
     [file for file in _FILES if file.stem.startswith("a_torn_step_that_carries_the_stop")],
     ids=lambda file: file.stem,
 )
-def test_the_step_that_is_torn_is_the_last_of_a_stopped_job(file: Path) -> None:
+def test_torn_step_is_the_last_one_of_a_stopped_job(file: Path) -> None:
     world = oracle.run(parse(file.read_text())).world
     torn = next(fault for fault in parse(file.read_text()).faults if isinstance(fault, Torn))
     assert world.stopped_at is not None

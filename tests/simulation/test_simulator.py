@@ -40,19 +40,19 @@ _DEATH = Scenario(faults=(Dies(who="b", point=40),))
 
 
 @pytest.mark.parametrize("seed", [None, 15], ids=["a death", "the coordinator away"])
-def test_a_schedule_repeats_itself(seed: int | None) -> None:
+def test_schedule_is_reproducible(seed: int | None) -> None:
     scenario = _DEATH if seed is None else scenario_of(seed)
     first, second = oracle.run(scenario), oracle.run(scenario)
     assert first.world.notes == second.world.notes
     assert first.world.scheduler.turns == second.world.scheduler.turns
 
 
-def test_another_schedule_of_the_same_faults_goes_another_way() -> None:
+def test_another_schedule_of_the_same_faults_differs() -> None:
     first, second = oracle.run(_DEATH), oracle.run(dataclasses.replace(_DEATH, schedule=1))
     assert first.world.notes != second.world.notes
 
 
-def test_a_scenario_is_read_from_its_own_text() -> None:
+def test_scenario_is_parsed_from_its_own_text() -> None:
     scenario = Scenario(
         strategy="zero3",
         loop="micro-batches",
@@ -78,12 +78,12 @@ def test_a_scenario_is_read_from_its_own_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["ddp", "ddp, loop flat, 3 ranks, schedule 0\nb sings"])
-def test_what_is_no_scenario_is_refused(text: str) -> None:
+def test_invalid_scenarios_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no"):
         parse(text)
 
 
-def test_a_rank_that_holds_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_with_different_values_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Training._step
 
     def damaging(training: Training) -> None:
@@ -99,7 +99,7 @@ def test_a_rank_that_holds_something_else_is_found(monkeypatch: pytest.MonkeyPat
     assert {"parameters", "result"} <= oracle.run(Scenario(schedule=1)).kinds
 
 
-def test_samples_that_are_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = DealtSupply._advance
     received = [0]
 
@@ -113,7 +113,7 @@ def test_samples_that_are_dealt_twice_are_found(monkeypatch: pytest.MonkeyPatch)
     assert oracle.run(Scenario(schedule=1)).kinds
 
 
-def test_ranks_that_wait_for_one_in_vain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_an_absent_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Training._step
 
     def dreaming(training: Training) -> None:
@@ -126,14 +126,14 @@ def test_ranks_that_wait_for_one_in_vain_are_found(monkeypatch: pytest.MonkeyPat
     assert {"hang", "timeout"} & oracle.run(Scenario(schedule=1)).kinds
 
 
-def test_what_a_failed_collective_leaves_is_no_number() -> None:
+def test_garbage_left_by_a_failed_collective_reaches_no_parameter() -> None:
     verdict = oracle.run(Scenario(faults=(Torn(generation=1, collective=8, dies="a", got=("b",)),)))
     for process in verdict.world.processes:
         for value in process.diary.values.values():
             assert torch.isfinite(value).all()
 
 
-def test_a_failing_scenario_is_made_small() -> None:
+def test_failing_scenario_is_shrunk() -> None:
     guilty = Torn(generation=1, collective=7, dies="b")
     scenario = Scenario(
         strategy="zero2",
@@ -145,7 +145,7 @@ def test_a_failing_scenario_is_made_small() -> None:
     assert smallest == Scenario(strategy="ddp", loop="flat", ranks=2, faults=(guilty,))
 
 
-def test_nobody_joins_a_run_that_has_just_ended() -> None:
+def test_run_that_has_just_ended_accepts_no_joiner() -> None:
     scenario = Scenario(
         ranks=2, faults=(Dies(who="a", point=40), Dies(who="b", point=45), Joins(who="b", point=45))
     )
@@ -172,7 +172,7 @@ def _raises(
 
 
 @pytest.mark.parametrize(("loop", "kind"), [("flat", "failed"), ("save", "went back")])
-def test_a_state_that_is_given_up_after_one_death_is_found(
+def test_state_given_up_after_one_death_is_found(
     monkeypatch: pytest.MonkeyPatch, loop: str, kind: str
 ) -> None:
     scenario = Scenario(strategy="zero1", loop=loop, faults=(Dies(who="b", point=100),))
@@ -189,7 +189,7 @@ def test_a_state_that_is_given_up_after_one_death_is_found(
     assert kind in oracle.run(scenario).kinds
 
 
-def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_survivor_is_not_a_departure(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="zero1", faults=(Dies(who="b", point=100),))
     seen = _raises(
         monkeypatch,
@@ -200,14 +200,14 @@ def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) 
     assert "failed" in seen
 
 
-def test_all_survivors_that_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_that_all_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="hybrid", ranks=4, faults=(Dies(who="d", point=100),))
     assert "failed" in _raises(
         monkeypatch, scenario, lambda process: process.points > 150, SystemExit(EVICTED)
     )
 
 
-def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
+def test_progress_given_up_despite_a_checkpoint_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario = Scenario(
@@ -222,20 +222,20 @@ def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
     assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)
 
 
-def test_a_member_that_stalled_may_only_end_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_member_may_only_end_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(faults=(Stops(who="b", point=60, seconds=40),))
     assert "failed" in _raises(
         monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug")
     )
 
 
-def test_a_joiner_that_leaves_a_run_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joiner_that_leaves_a_continuing_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(faults=(Joins(who="a", point=5), Dies(who="b", point=40)))
     seen = _raises(monkeypatch, scenario, lambda process: process.late, SystemExit(0))
     assert {"left early", "failed"} & seen
 
 
-def test_a_wait_of_a_whole_timeout_beside_a_short_stop_is_found(
+def test_wait_of_a_full_timeout_beside_a_short_stop_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario = Scenario(
@@ -276,7 +276,7 @@ _REFUSED = Scenario(loop="enumerate", faults=(Joins(who="a", point=5), Dies(who=
 
 
 @pytest.mark.parametrize("scenario", [_LEFT_OVER, _REFUSED])
-def test_a_run_that_may_end_badly_is_judged_in_all_else(
+def test_run_that_may_end_badly_is_judged_in_all_other_respects(
     monkeypatch: pytest.MonkeyPatch, scenario: Scenario
 ) -> None:
     assert oracle.run(scenario).ok
@@ -285,7 +285,7 @@ def test_a_run_that_may_end_badly_is_judged_in_all_else(
 
 
 @pytest.mark.parametrize("who", ["ab", "abc"])
-def test_a_plain_loop_that_learns_something_else_is_found(
+def test_plain_loop_that_learns_different_values_is_found(
     monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     scenario = Scenario(loop="plain", schedule=1)
@@ -331,7 +331,7 @@ def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPat
     assert "saved" in oracle.run(scenario).kinds
 
 
-def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(
+def test_ranks_that_ignore_the_outcome_of_their_collectives_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fault occurs in a gather before the commit all-reduce, and hosts learn of it

@@ -175,7 +175,7 @@ class World:
     def left_out(self, member_id: str) -> None:
         """Handles a member's removal. If the member is stopped, its peers have lost its state."""
         for process in self.processes:
-            if process.name == member_id and (process.still_until > self.scheduler.now):
+            if process.name == member_id and (process.stopped_until > self.scheduler.now):
                 self.lost(process)
 
     def kept_out(self, member_id: str) -> None:
@@ -199,11 +199,11 @@ class World:
         elif not self._due:
             self.scheduler.finish("all have ended")
 
-    def stand_still(self, process: Process, seconds: float) -> None:
+    def stop_for(self, process: Process, seconds: float) -> None:
         """Stops a process (SIGSTOP) and continues it later (SIGCONT). Called by its main thread."""
         until = self.scheduler.now + seconds
-        process.still_until = until
-        process.stood_still_s = max(process.stood_still_s, seconds)
+        process.stopped_until = until
+        process.stopped_for_s = max(process.stopped_for_s, seconds)
         self.scheduler.sleep(seconds)
 
     def make_client(self, process: Process) -> Any:

@@ -45,9 +45,7 @@ def check_finished(processes: dict[str, Process], names: str) -> None:
         assert ended["steps"] == ALL
 
 
-def test_ranks_go_back_while_workers_are_on_standby_of_whom_some_get_a_place_and_one_does_not() -> (
-    None
-):
+def test_ranks_go_back_while_only_some_standby_workers_get_a_place() -> None:
     joins = ["at point 20 of a: one more joins"] * 3
     processes = run(
         "zero2, loop save, 8 ranks, schedule 1",
@@ -65,7 +63,7 @@ def test_ranks_go_back_while_workers_are_on_standby_of_whom_some_get_a_place_and
     assert placed == [again[ALL - 2 :]] * 2
 
 
-def test_a_replacement_that_comes_while_a_rank_goes_back_goes_on_from_its_checkpoint() -> None:
+def test_replacement_that_arrives_while_a_rank_goes_back_resumes_from_its_checkpoint() -> None:
     deaths = ["b dies at point 180", "c dies at point 180"]
     processes = run(
         "zero2, loop save, 3 ranks, schedule 2", *deaths, "at point 176 of a: one more joins"

@@ -119,7 +119,7 @@ class Campaign:
     def _end_well(self) -> None:
         """Restarts and resumes all processes, and lets the workers finish their epoch."""
         self._faults.end()
-        while self._faults.are_to_come and not self._unexpected:
+        while self._faults.are_pending and not self._unexpected:
             self._faults.attend()
             time.sleep(_LOOK_S)
         self._cluster.end_epoch()

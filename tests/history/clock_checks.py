@@ -62,7 +62,7 @@ def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
                     if each.origin is not None:
                         each.least = max(each.least, each.at(line["clock"] - 1))
                 case "clocks":
-                    yield from _stand_where_they_stood(server, line, clocks)
+                    yield from _clocks_are_restored(server, line, clocks)
                     clocks = {
                         member: _Clock(clock=clock, origin=origin, rests=member in line["resting"])
                         for member, (clock, origin) in line["clocks"].items()
@@ -107,7 +107,7 @@ def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
             )
 
 
-def _stand_where_they_stood(
+def _clocks_are_restored(
     server: str, line: Line, clocks: Mapping[str, _Clock]
 ) -> Iterator[Violation]:
     """Checks the clocks of a restarted server. A member whose push of iteration n is in the journal

@@ -70,7 +70,7 @@ class Faults:
     # ------------------------------------------------------------------------ what they bring about
 
     @property
-    def are_to_come(self) -> bool:
+    def are_pending(self) -> bool:
         """True while a process still has to be restarted or resumed."""
         return bool(self._agenda)
 
@@ -156,7 +156,7 @@ class Faults:
             (1, lambda: self._stop(cluster.coordinator)),
             (
                 2,
-                lambda: self._send_away(
+                lambda: self._ask_to_end(
                     choice([*cluster.workers, *cluster.servers, cluster.coordinator])
                 ),
             ),
@@ -164,7 +164,7 @@ class Faults:
             (2, self._drop),
             (1, self._restart_redis),
             (2 * (self._mode.backups or self._mode.moves), self._kill_two),
-            (8 * self._mode.moves, self._come_or_go),
+            (8 * self._mode.moves, self._join_or_leave),
             (2 * self._mode.backups, self._kill_with_coordinator),
         )
         strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[
@@ -195,7 +195,7 @@ class Faults:
         self._kill(self._cluster.coordinator)
         self._kill(self._chance.choice(self._cluster.servers))
 
-    def _come_or_go(self) -> None:
+    def _join_or_leave(self) -> None:
         """Adds a server, or drains one."""
         servers = self._cluster.servers
         if len(servers) < MOST_SERVERS:
@@ -220,7 +220,7 @@ class Faults:
         while not self._over.is_set() and not self._cluster.drain(server_id):
             self._over.wait(0.2)
 
-    def _send_away(self, target: Target) -> None:
+    def _ask_to_end(self, target: Target) -> None:
         if self._may_disturb(target) and not target.leaves:  # else its end is ambiguous
             assert target.child is not None
             target.doomed = "told to end"

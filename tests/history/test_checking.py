@@ -238,18 +238,18 @@ def found(right: Right, check: str) -> list[str]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_right_history_breaks_no_promise(right: Right, check: str) -> None:
+def test_correct_history_breaks_no_promise(right: Right, check: str) -> None:
     assert found(right, check) == []
 
 
-def test_a_push_that_was_acknowledged_and_not_applied_is_lost(right: Right) -> None:
+def test_acknowledged_push_that_was_not_applied_is_reported_lost(right: Right) -> None:
     right.server.remove(right.last("applied"))
     assert found(right, "none lost") == [
         "push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"
     ]
 
 
-def test_a_push_that_passed_for_another_one_is_lost(right: Right) -> None:
+def test_push_mistaken_for_another_one_is_reported_lost(right: Right) -> None:
     """A push of another batch had the same number, so the server regarded this one as known."""
     right.last("applied")["batch"] = 99
     assert found(right, "none lost") == [
@@ -257,7 +257,7 @@ def test_a_push_that_passed_for_another_one_is_lost(right: Right) -> None:
     ]
 
 
-def test_an_answer_that_no_worker_got_must_be_true_too(right: Right) -> None:
+def test_acknowledgement_that_reached_no_worker_must_be_true_too(right: Right) -> None:
     known = {"partition": 0, "version": right.version, "member": "b", "clock": 4, "batch": 9}
     right.serve("known", **known, sequence=4)
     assert found(right, "none lost") == [
@@ -265,7 +265,7 @@ def test_an_answer_that_no_worker_got_must_be_true_too(right: Right) -> None:
     ]
 
 
-def test_a_push_that_was_known_by_its_batch_is_not_lost(right: Right) -> None:
+def test_push_recognized_by_its_batch_is_not_lost(right: Right) -> None:
     answer = right.last("pushed", "b")["answers"][0]
     again = {**answer, "sequence": 4, "batch": 2, "duplicate": True, "known": True}
     right.work(
@@ -297,7 +297,7 @@ def test_an_acknowledgement_of_another_version_is_found(right: Right) -> None:
     ]
 
 
-def test_a_push_that_was_applied_twice_is_found(right: Right) -> None:
+def test_push_applied_twice_is_found(right: Right) -> None:
     again = copy.deepcopy(right.last("applied"))
     right.serve(**{**again, "version": right.version + 1})
     assert found(right, "applied once") == [
@@ -306,12 +306,12 @@ def test_a_push_that_was_applied_twice_is_found(right: Right) -> None:
     ]
 
 
-def test_a_batch_that_two_members_brought_is_found(right: Right) -> None:
+def test_batch_pushed_by_two_members_is_found(right: Right) -> None:
     right.last("applied")["batch"] = right.last("push", "b")["batch"] = 2
     assert found(right, "applied once") == ["batch 2 was applied twice to partition 0"]
 
 
-def test_pushes_applied_in_another_order_than_they_were_numbered_are_found(right: Right) -> None:
+def test_pushes_applied_out_of_order_are_found(right: Right) -> None:
     applied = [line for line in right.server if line["kind"] == "applied" and line["member"] == "a"]
     applied[1]["version"], applied[2]["version"] = applied[2]["version"], applied[1]["version"]
     assert found(right, "applied once") == [
@@ -319,14 +319,14 @@ def test_pushes_applied_in_another_order_than_they_were_numbered_are_found(right
     ]
 
 
-def test_a_gradient_that_nobody_sent_is_found(right: Right) -> None:
+def test_gradient_that_no_worker_sent_is_found(right: Right) -> None:
     right.last("push", "b")["gradient"] = hexed(torch.ones(sum(LENGTHS)))
     assert found(right, "applied once") == [
         "what was applied to partition 0 as push 3 of b was never sent"
     ]
 
 
-def test_a_recovery_that_makes_another_change_is_found(right: Right) -> None:
+def test_recovery_that_makes_a_different_change_is_found(right: Right) -> None:
     right.serve(**{**right.last("applied"), "again": True})
     assert found(right, "one history") == []
     right.serve(**{**right.last("applied"), "again": True, "digest": "0"})
@@ -335,7 +335,7 @@ def test_a_recovery_that_makes_another_change_is_found(right: Right) -> None:
     ]
 
 
-def test_a_version_that_was_made_anew_after_a_restart_is_found(right: Right) -> None:
+def test_version_made_a_second_time_after_a_restart_is_found(right: Right) -> None:
     right.serve(**{**right.last("applied"), "member": "a", "sequence": 4, "batch": 8})
     assert found(right, "one history") == [
         "version 7 of partition 0 is not what it was when it was made first"
@@ -353,14 +353,14 @@ def test_a_snapshot_with_other_values_is_found(right: Right) -> None:
     ]
 
 
-def test_a_version_that_no_change_led_to_is_found(right: Right) -> None:
+def test_version_without_a_change_that_led_to_it_is_found(right: Right) -> None:
     right.last("applied")["version"] = 9
     assert found(right, "one history") == [
         "partition 0 came to version 9 without a change to version 7"
     ]
 
 
-def test_what_a_primary_had_on_its_disk_alone_is_dropped_once_it_is_a_backup(right: Right) -> None:
+def test_changes_only_on_a_former_primary_are_dropped_once_it_is_a_backup(right: Right) -> None:
     right.take_over()
     last = right.last("applied")
     right.server.remove(last)  # it was killed before it applied the change in its journal
@@ -378,7 +378,7 @@ def test_what_a_primary_had_on_its_disk_alone_is_dropped_once_it_is_a_backup(rig
     ]
 
 
-def test_a_recovery_of_other_changes_than_were_made_before_is_found_also_in_a_backup(
+def test_backup_that_recovers_different_changes_is_found(
     right: Right,
 ) -> None:
     right.take_over()
@@ -390,7 +390,7 @@ def test_a_recovery_of_other_changes_than_were_made_before_is_found_also_in_a_ba
     ]
 
 
-def test_what_a_backup_makes_otherwise_than_its_primary_is_found(right: Right) -> None:
+def test_backup_that_makes_a_different_change_than_its_primary_is_found(right: Right) -> None:
     right.take_over()
     assert found(right, "one history") == []
     right.backup[-2]["digest"] = "0"
@@ -399,7 +399,7 @@ def test_what_a_backup_makes_otherwise_than_its_primary_is_found(right: Right) -
     ]
 
 
-def test_a_change_that_the_next_primary_lacks_is_found(right: Right) -> None:
+def test_change_missing_on_the_next_primary_is_found(right: Right) -> None:
     right.take_over()
     right.follow(**{**right.last("applied"), "span": 2, "member": "a", "sequence": 4, "batch": 8})
     assert found(right, "one history") == [
@@ -407,7 +407,7 @@ def test_a_change_that_the_next_primary_lacks_is_found(right: Right) -> None:
     ]
 
 
-def test_a_change_that_two_primaries_made_is_found(right: Right) -> None:
+def test_change_made_by_two_primaries_is_found(right: Right) -> None:
     right.take_over()
     right.follow(**{**right.last("applied"), "span": 2})
     assert found(right, "one history") == [
@@ -415,7 +415,7 @@ def test_a_change_that_two_primaries_made_is_found(right: Right) -> None:
     ]
 
 
-def test_a_primary_that_does_not_know_that_it_was_replaced_may_report_older_versions(
+def test_replaced_primary_may_report_older_versions_until_it_knows(
     right: Right,
 ) -> None:
     right.take_over()
@@ -430,7 +430,7 @@ def test_a_primary_that_does_not_know_that_it_was_replaced_may_report_older_vers
     ]
 
 
-def test_a_primary_that_knows_that_it_was_replaced_reports_nothing(right: Right) -> None:
+def test_primary_that_knows_it_was_replaced_reports_nothing(right: Right) -> None:
     right.take_over()
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.come_back(follows=True)
@@ -441,7 +441,7 @@ def test_a_primary_that_knows_that_it_was_replaced_reports_nothing(right: Right)
     ]
 
 
-def test_who_has_a_place_at_the_end_is_its_last_primary(right: Right) -> None:
+def test_final_owner_of_a_place_is_its_last_primary(right: Right) -> None:
     right.take_over()
     assert (right.history().primaries(), right.history().promotions) == (["backup"], 1)
     right.come_back(follows=True)
@@ -450,7 +450,7 @@ def test_who_has_a_place_at_the_end_is_its_last_primary(right: Right) -> None:
     assert (right.history().primaries(), right.history().promotions) == (["server"], 2)
 
 
-def test_values_that_are_not_those_of_their_version_are_found(right: Right) -> None:
+def test_values_that_do_not_match_their_version_are_found(right: Right) -> None:
     right.last("pulled", "a")["answers"][0]["digest"] = "0"
     assert found(right, "monotonic") == [
         "a pull gave version 6 of partition 0 with other values than the server had"
@@ -464,7 +464,7 @@ def test_a_version_that_no_server_had_is_found(right: Right) -> None:
     ]
 
 
-def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
+def test_version_that_goes_back_is_found_for_any_reader(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
     right.work("b", "pulled", call=99, answers=older)
@@ -473,7 +473,7 @@ def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
     ]
 
 
-def test_an_older_version_that_was_asked_for_before_the_newer_one_was_reported_is_right(
+def test_older_version_requested_before_the_newer_one_was_reported_is_accepted(
     right: Right,
 ) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
@@ -505,7 +505,7 @@ def test_moments_that_are_not_adams_are_found(right: Right, name: str) -> None:
     ]
 
 
-def test_a_snapshot_that_lacks_the_last_change_is_found(right: Right) -> None:
+def test_snapshot_without_the_last_change_is_found(right: Right) -> None:
     right.last("applied")["version"] += 1
     path = right.snapshot()
     right.last("applied")["version"] -= 1
@@ -514,7 +514,7 @@ def test_a_snapshot_that_lacks_the_last_change_is_found(right: Right) -> None:
     ]
 
 
-def test_values_that_no_worker_gave_are_found(right: Right) -> None:
+def test_values_that_no_worker_sent_are_found(right: Right) -> None:
     right.workers["a"] = [line for line in right.workers["a"] if line["kind"] != "values"]
     assert found(right, "Adam") == ["partition 0 began with values that no worker gave"]
 
@@ -527,7 +527,7 @@ def test_a_turn_that_came_too_early_is_found(right: Right) -> None:
     ]
 
 
-def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(
+def test_joiner_starts_at_the_slowest_clock_and_departed_members_are_not_awaited(
     right: Right,
 ) -> None:
     right.serve("members", generation=2, members=["a", "c"])
@@ -544,7 +544,7 @@ def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(
     assert len(found(right, "bound")) == 1
 
 
-def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowest_is(
+def test_resting_member_is_not_awaited_and_returns_at_the_slowest_clock(
     right: Right,
 ) -> None:
     def says(clock: int, *, place: int = 0) -> None:
@@ -568,7 +568,7 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowes
     ]
 
 
-def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> None:
+def test_restart_that_forgets_clocks_is_found(right: Right) -> None:
     right.serve("starts", pid=2, address="s:1")
     right.serve("clocks", slowest=2, clocks={"a": [2, 0], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == []
@@ -580,7 +580,7 @@ def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> N
     assert "server server came back with a member behind the slowest, at 4" in found(right, "bound")
 
 
-def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(
+def test_restart_counts_the_iteration_of_a_push_known_only_from_the_journal(
     right: Right,
 ) -> None:
     right.serve("starts", pid=2, address="s:1")
@@ -598,12 +598,12 @@ def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(
     assert found(right, "bound") == []
 
 
-def test_iterations_that_nobody_said_are_found(right: Right) -> None:
+def test_iterations_that_no_member_reported_are_found(right: Right) -> None:
     right.serve("finished", member="b", clock=4, place=0)
     assert found(right, "bound") == ["server server counts 4 iterations of b, which did not say so"]
 
 
-def test_pushes_of_one_iteration_on_different_values_are_found(right: Right) -> None:
+def test_pushes_of_one_iteration_based_on_different_values_are_found(right: Right) -> None:
     """The history is correct for bsp with one member per iteration. Here an iteration has both
     members, except one in the middle."""
 
@@ -628,20 +628,20 @@ def test_pushes_of_one_iteration_on_different_values_are_found(right: Right) -> 
     assert "a pushed twice to partition 0 in one iteration" in found_apart()
 
 
-def test_a_sample_that_counts_twice_or_not_at_all_is_found(right: Right) -> None:
+def test_sample_counted_twice_or_never_is_found(right: Right) -> None:
     right.record("b", "dealt", step=0, first=0, samples=[0])
     right.record("b", "finished", step=0, known=False)
     assert found(right, "samples") == ["epoch 0: 0 samples lost (), 1 repeated (0,)"]
 
 
-def test_a_batch_that_a_partition_lacks_is_found(right: Right) -> None:
+def test_batch_missing_on_one_partition_is_found(right: Right) -> None:
     right.server.remove(right.last("applied"))
     assert found(right, "samples") == [
         "6 batches were dealt and finished, partition 0 has 5 of them"
     ]
 
 
-def test_a_torn_last_line_is_passed_over_and_lives_of_a_server_follow_one_another(
+def test_torn_last_line_is_skipped_and_server_lifetimes_are_chained(
     tmp_path: Path,
 ) -> None:
     lives = {"server-9": 20, "server-10": 10}

@@ -169,12 +169,12 @@ def found(right: Right, check: str) -> list[str]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_right_history_of_rows_breaks_no_promise(right: Right, check: str) -> None:
+def test_correct_history_of_rows_breaks_no_promise(right: Right, check: str) -> None:
     assert found(right, check) == []
     assert right.evicted > MOST, "rows go for their number, and for their age"
 
 
-def test_a_push_of_rows_that_was_acknowledged_and_not_applied_is_lost(right: Right) -> None:
+def test_acknowledged_push_of_rows_that_was_not_applied_is_reported_lost(right: Right) -> None:
     right.server.remove(right.last("applied"))
     assert found(right, "none lost") == [
         "push 12 of b (batch 25) to partition 7 was acknowledged, and is lost"
@@ -182,7 +182,7 @@ def test_a_push_of_rows_that_was_acknowledged_and_not_applied_is_lost(right: Rig
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_push_that_counts_once_and_is_in_the_rows_twice_or_not_at_all_is_found(
+def test_push_of_rows_applied_twice_or_never_but_counted_once_is_found(
     times: int,
 ) -> None:
     right = Right(times={9: times})
@@ -193,7 +193,7 @@ def test_a_push_that_counts_once_and_is_in_the_rows_twice_or_not_at_all_is_found
         assert found(right, check) == []
 
 
-def test_a_push_of_rows_that_was_applied_twice_is_found(right: Right) -> None:
+def test_push_of_rows_applied_twice_is_found(right: Right) -> None:
     right.serve(**{**right.last("applied"), "version": right.version + 1})
     assert found(right, "applied once") == [
         "push 12 of b was applied twice to partition 7",
@@ -201,7 +201,7 @@ def test_a_push_of_rows_that_was_applied_twice_is_found(right: Right) -> None:
     ]
 
 
-def test_rows_that_a_recovery_makes_otherwise_are_found(right: Right) -> None:
+def test_rows_that_a_recovery_computes_differently_are_found(right: Right) -> None:
     right.serve(
         "restored", partition=7, version=right.version, digest=right.last("applied")["digest"]
     )
@@ -238,7 +238,7 @@ def put_in_place(right: Right, *, version: int, number: int = HOT) -> None:
     right.serve("applied", **made, digest=rows_digest(image), again=False, restoration=1)
 
 
-def test_rows_of_a_checkpoint_are_where_a_bucket_begins() -> None:
+def test_bucket_starts_with_the_rows_of_its_checkpoint() -> None:
     right = Right(iterations=0)
     put_in_place(right, version=40)
     for check in CHECKS:
@@ -251,7 +251,7 @@ def test_rows_of_a_checkpoint_are_where_a_bucket_begins() -> None:
     assert found(right, "rows") == ["partition 7 was given rows that no worker sent"]
 
 
-def test_rows_of_a_checkpoint_that_take_the_place_of_what_was_pushed_are_found(
+def test_checkpoint_rows_that_replace_pushed_rows_are_found(
     right: Right,
 ) -> None:
     put_in_place(right, version=40)
@@ -260,7 +260,7 @@ def test_rows_of_a_checkpoint_that_take_the_place_of_what_was_pushed_are_found(
     ]
 
 
-def test_a_bucket_that_begins_anew_is_found(right: Right) -> None:
+def test_bucket_that_starts_over_is_found(right: Right) -> None:
     begun = next(line for line in right.server if line["kind"] == "applied")
     right.serve(**begun)
     assert found(right, "one history") == []
@@ -279,7 +279,7 @@ def test_a_bucket_that_begins_anew_is_found(right: Right) -> None:
     )
 
 
-def test_a_lookup_of_older_rows_than_were_reported_before_is_found(right: Right) -> None:
+def test_lookup_of_older_rows_than_reported_before_is_found(right: Right) -> None:
     older = copy.deepcopy(
         [line for line in right.workers["b"] if line["kind"] == "pulled"][-1]["answers"]
     )
@@ -310,7 +310,7 @@ def test_a_lookup_at_a_version_that_no_server_had_is_found(right: Right) -> None
     ]
 
 
-def test_a_lookup_of_rows_that_nobody_pushed_and_that_do_not_follow_from_the_seed_is_found(
+def test_lookup_of_rows_neither_pushed_nor_derived_from_the_seed_is_found(
     right: Right,
 ) -> None:
     answer = right.last("pulled", "a")["answers"][0]
@@ -324,9 +324,7 @@ def test_a_lookup_of_rows_that_nobody_pushed_and_that_do_not_follow_from_the_see
 
 
 @pytest.mark.parametrize("limits", [{"max_rows": MOST}, {"max_age": AGE}])
-def test_rows_that_were_evicted_before_their_time_are_found(
-    right: Right, limits: dict[str, int]
-) -> None:
+def test_rows_evicted_too_early_are_found(right: Right, limits: dict[str, int]) -> None:
     """The history is correct for a table with both limits, but not for one that lacks either."""
     table = SparseEmbedding(None, DIM, name="users", optimizer=adagrad, seed=5, buckets=1, **limits)
     what = [violation.what for violation in rows_are_their_pushes(right.history(), None, table)]
@@ -362,7 +360,7 @@ def test_an_id_in_two_buckets_is_found(right: Right) -> None:
     assert f"id {HOT} is in partitions 7 and 8" in what
 
 
-def test_a_bucket_that_no_server_began_is_found(right: Right) -> None:
+def test_bucket_that_no_server_started_is_found(right: Right) -> None:
     two = SparseEmbedding(
         None,
         DIM,
@@ -393,7 +391,7 @@ def ended(right: Right, directory: Path, *, version: int) -> list[str]:
     return [violation.what for violation in rows_are_their_pushes(right.history(), [path], TABLE)]
 
 
-def test_rows_on_the_disk_that_are_not_those_of_the_last_version_are_found(
+def test_rows_on_disk_that_differ_from_the_last_version_are_found(
     right: Right, tmp_path: Path
 ) -> None:
     assert ended(right, tmp_path, version=right.version) == []

@@ -22,7 +22,7 @@ OUTSIDE = "10.77.0.100"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("named", ["interface", "address"])
-def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_named(
+def test_machines_joined_by_one_of_two_networks_train_over_the_named_one(
     network: Make, named: str
 ) -> None:
     job = network(2, SHOAL_METRICS_LISTEN="0.0.0.0:0")
@@ -41,7 +41,7 @@ def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_nam
 
 
 @pytest.mark.soak
-def test_a_plain_script_on_such_machines_meets_and_sums_over_the_one_that_is_named(
+def test_plain_script_on_such_machines_sums_over_the_named_network(
     network: Make,
 ) -> None:
     job = network(2)
@@ -77,7 +77,7 @@ def test_unreachable_addresses_are_reported_with_their_owner_and_the_flag_that_c
 
 
 @pytest.mark.soak
-def test_machines_that_have_ipv6_alone_train(network: Make) -> None:
+def test_machines_with_only_ipv6_train(network: Make) -> None:
     job = network(2, ipv6=True)
     job.launch_all()
     job.check_all_stayed()
@@ -85,7 +85,7 @@ def test_machines_that_have_ipv6_alone_train(network: Make) -> None:
 
 
 @pytest.mark.soak
-def test_machines_with_both_families_train_by_the_one_that_is_named(network: Make) -> None:
+def test_machines_with_both_families_train_over_the_named_one(network: Make) -> None:
     """The coordinator is reached through IPv4."""
     job = network(2)
     for number, host in enumerate(job.hosts):
@@ -101,7 +101,7 @@ def test_machines_with_both_families_train_by_the_one_that_is_named(network: Mak
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ipv6", [False, True])
-def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_workers(
+def test_parameter_server_with_a_name_unknown_to_others_is_reached_by_workers(
     network: Make, ipv6: bool
 ) -> None:
     """With IPv4 the machine's name resolves to 127.0.1.1 on that machine, as on Debian. With IPv6
@@ -159,7 +159,7 @@ def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_reported(
+def test_machine_behind_nat_and_its_parameter_server_are_reached_at_the_reported_address(
     network: Make,
 ) -> None:
     job = network(3, EPOCHS="3")

@@ -14,7 +14,7 @@ Make = Callable[..., Network]
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_the_coordinator_is_out_of_reach_for_a_moment(network: Make) -> None:
+def test_training_continues_while_the_coordinator_is_briefly_out_of_reach(network: Make) -> None:
     job = network(2, EPOCHS="4")
     job.launch_all()
     with job.parted([COORDINATOR], job.hosts):
@@ -28,7 +28,7 @@ def test_training_goes_on_while_the_coordinator_is_out_of_reach_for_a_moment(net
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 25, 60])
-def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(
+def test_unreachable_coordinator_restarts_nobody_and_no_step_is_redone(
     network: Make, seconds: int
 ) -> None:
     job = network(4)
@@ -43,7 +43,7 @@ def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 25, 60])
 @pytest.mark.parametrize("lost", ["to the hosts", "from the hosts"])
-def test_a_coordinator_that_is_heard_but_does_not_hear_or_the_reverse_restarts_nobody(
+def test_coordinator_reachable_in_one_direction_only_restarts_nobody(
     network: Make, lost: str, seconds: int
 ) -> None:
     job = network(3)
@@ -58,7 +58,7 @@ def test_a_coordinator_that_is_heard_but_does_not_hear_or_the_reverse_restarts_n
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_machine_whose_way_to_the_coordinator_alone_is_cut_trains_on_with_the_others(
+def test_machine_cut_off_only_from_the_coordinator_trains_on_with_the_others(
     network: Make, seconds: int
 ) -> None:
     job = network(3)
@@ -73,7 +73,7 @@ def test_a_machine_whose_way_to_the_coordinator_alone_is_cut_trains_on_with_the_
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
 @pytest.mark.parametrize("whose", ["the coordinator's", "everybody's"])
-def test_redis_out_of_reach_restarts_nobody(network: Make, seconds: int, whose: str) -> None:
+def test_unreachable_redis_restarts_nobody(network: Make, seconds: int, whose: str) -> None:
     job = network(3)
     job.launch_all()
     with job.parted([REDIS], [COORDINATOR] if whose == "the coordinator's" else job.others(REDIS)):
@@ -85,7 +85,7 @@ def test_redis_out_of_reach_restarts_nobody(network: Make, seconds: int, whose: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_coordinator_that_stalls_restarts_nobody(network: Make, seconds: int) -> None:
+def test_stalled_coordinator_restarts_nobody(network: Make, seconds: int) -> None:
     job = network(3)
     job.launch_all()
     with job.stopped(*job.machines.pids(COORDINATOR)):
@@ -96,7 +96,7 @@ def test_a_coordinator_that_stalls_restarts_nobody(network: Make, seconds: int) 
 
 
 @pytest.mark.soak
-def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(
+def test_coordinator_restarted_behind_a_cut_finds_all_members_unchanged(
     network: Make,
 ) -> None:
     job = network(3)
@@ -112,7 +112,7 @@ def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(
 
 
 @pytest.mark.soak
-def test_a_worker_that_dies_while_the_coordinator_is_out_of_reach_is_replaced_when_it_is_back(
+def test_worker_that_dies_while_the_coordinator_is_unreachable_is_replaced_on_its_return(
     network: Make,
 ) -> None:
     job = network(3)

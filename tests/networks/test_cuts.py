@@ -13,7 +13,7 @@ Make = Callable[..., Network]
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_cut_off_for_a_moment_keeps_its_place(network: Make) -> None:
+def test_briefly_disconnected_machine_keeps_its_place(network: Make) -> None:
     job = network(3)
     job.launch_all()
     with job.parted(["host-1"], job.others("host-1")):
@@ -26,7 +26,7 @@ def test_a_machine_that_is_cut_off_for_a_moment_keeps_its_place(network: Make) -
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(
+def test_others_continue_without_a_disconnected_machine_and_it_returns(
     network: Make, seconds: int, strategy: str
 ) -> None:
     job = network(4, STRATEGY=strategy)
@@ -41,7 +41,7 @@ def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off(
+def test_run_that_requires_all_its_workers_waits_for_the_disconnected_one(
     network: Make, seconds: int
 ) -> None:
     job = network(3)
@@ -56,7 +56,7 @@ def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 10, 60])
-def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(
+def test_half_with_the_coordinator_continues_and_the_other_half_returns(
     network: Make, seconds: int
 ) -> None:
     job = network(4)
@@ -71,7 +71,7 @@ def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_halves_of_which_neither_is_enough_wait_for_each_other(network: Make, seconds: int) -> None:
+def test_halves_that_are_both_too_small_wait_for_each_other(network: Make, seconds: int) -> None:
     job = network(4)
     job.launch_all("--min-workers", "4")
     with job.parted(["host-2", "host-3"], [COORDINATOR, REDIS, "host-0", "host-1"]):
@@ -83,7 +83,7 @@ def test_halves_of_which_neither_is_enough_wait_for_each_other(network: Make, se
 @pytest.mark.soak
 @pytest.mark.parametrize("direction", ["sends", "receives"])
 @pytest.mark.parametrize("seconds", [2, 10, 60])
-def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(
+def test_machine_cut_off_in_one_direction_only_returns(
     network: Make, seconds: int, direction: str
 ) -> None:
     job = network(3)
@@ -99,7 +99,7 @@ def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 10])
-def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(
+def test_cut_between_two_workers_that_heals_soon_costs_nobody_its_place(
     network: Make, seconds: int
 ) -> None:
     job = network(3)
@@ -113,7 +113,7 @@ def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("one_way", [False, True])
-def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one_of_them(
+def test_cut_between_two_workers_is_explained_and_the_others_continue_without_one_of_them(
     network: Make, one_way: bool
 ) -> None:
     job = network(3)
@@ -128,7 +128,7 @@ def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("between", ["evaluate", "save", "epoch"])
-def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(
+def test_rank_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(
     network: Make, between: str
 ) -> None:
     """The cut comes during an evaluation, during a checkpoint, or at the end of an epoch."""
@@ -173,7 +173,7 @@ def test_a_cut_as_the_run_ends_makes_nobody_miss_the_last_step(network: Make) ->
 
 
 @pytest.mark.soak
-def test_a_machine_that_stalls_for_20_s_comes_back(network: Make) -> None:
+def test_machine_that_stalls_for_20_s_returns(network: Make) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     with job.stopped(*job.machines.pids("host-1")):

@@ -15,7 +15,7 @@ PREEMPTED = 128 + signal.SIGTERM
 
 
 @pytest.mark.soak
-def test_a_launcher_that_dies_as_the_run_starts_is_made_up_for_by_another(network: Make) -> None:
+def test_launcher_that_dies_as_the_run_starts_is_replaced_by_another(network: Make) -> None:
     job = network(3)
     lost = job.launch("host-0")
     job.launch("host-1")
@@ -33,7 +33,7 @@ def test_a_launcher_that_dies_as_the_run_starts_is_made_up_for_by_another(networ
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_launchers_that_go_and_come_while_it_runs_leave_the_others_as_they_are(
+def test_launchers_that_leave_and_arrive_during_a_run_do_not_disturb_the_others(
     network: Make, how: signal.Signals
 ) -> None:
     job = network(3)
@@ -50,7 +50,7 @@ def test_launchers_that_go_and_come_while_it_runs_leave_the_others_as_they_are(
 
 
 @pytest.mark.soak
-def test_a_launcher_that_comes_as_the_run_ends_restarts_nothing(network: Make) -> None:
+def test_launcher_that_arrives_as_the_run_ends_restarts_nothing(network: Make) -> None:
     job = network(3, EPOCHS="2")
     early = [job.launch(host, nnodes="1:3") for host in ("host-0", "host-1")]
     job.eventually(lambda: len(job.workers()) == 2, "two that train")
@@ -62,7 +62,7 @@ def test_a_launcher_that_comes_as_the_run_ends_restarts_nothing(network: Make) -
 
 
 @pytest.mark.soak
-def test_a_launcher_that_is_asked_to_end_behind_a_cut_ends_and_starts_nothing(
+def test_launcher_asked_to_end_behind_a_cut_ends_and_starts_nothing(
     network: Make,
 ) -> None:
     job = network(3)

@@ -21,7 +21,7 @@ SEEDS = [int(seed) for seed in os.environ.get("NETWORK_SEEDS", "1,2,3").split(",
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(
+def test_run_under_a_schedule_of_cuts_ends_like_an_undisturbed_one(
     network: Make, seed: int
 ) -> None:
     schedule = random.Random(seed)

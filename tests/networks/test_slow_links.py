@@ -24,19 +24,21 @@ def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(netw
     job.release()
     job.machines.slow_down("host-1", mbit_per_s=5)
     job.wait_explained(r"waiting for rank \d \(host-1\): the connection to it transfers")
-    job.eventually(lambda: "host-1" in who_is_slow(job), "status to name the slow one")
+    job.eventually(lambda: "host-1" in named_as_slow(job), "status to name the slow one")
     job.machines.speed_up("host-1")
     job.finish()
 
 
-def who_is_slow(job: Network) -> str:
+def named_as_slow(job: Network) -> str:
     """Returns the rank that `shoal status` reports as awaited, and the notes on all members."""
     status = job.status()
     return f"{status['waits_for']} {[member['note'] for member in status['members']]}"
 
 
 @pytest.mark.soak
-def test_a_worker_that_comes_over_a_slow_link_gets_its_state_and_takes_part(network: Make) -> None:
+def test_worker_that_joins_over_a_slow_link_receives_the_state_and_takes_part(
+    network: Make,
+) -> None:
     job = network(3, WIDTH=WIDE, EPOCHS="3")
     for host in ("host-0", "host-1"):
         job.launch(host, nnodes="1:3")

@@ -57,10 +57,10 @@ def main() -> None:
                 )
             elif between == "save":
                 shoal.save_checkpoint(output / "checkpoints", keep=2)
-                come_late(output)
+                arrive_late(output)
                 shoal.save_checkpoint(output / "checkpoints", keep=2)
             elif between == "epoch":
-                come_late(output)
+                arrive_late(output)
     digest = hashlib.sha256(
         b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())
     ).hexdigest()
@@ -81,7 +81,7 @@ def evaluate(model: nn.Module, batch: tuple[torch.Tensor], output: Path) -> dict
     return {"outputs": float(model(batch[0]).sum())}
 
 
-def come_late(output: Path) -> None:
+def arrive_late(output: Path) -> None:
     """Delays rank 0 while steps are slow, so that a fault is likely to find the other ranks waiting
     in the next operation."""
     if (output / "hold").exists() and shoal.rank() == 0:

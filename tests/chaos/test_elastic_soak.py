@@ -33,7 +33,7 @@ def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_long_run_under_a_schedule_of_faults_ends_as_if_there_had_been_none(
+def test_run_with_scheduled_faults_ends_like_a_fault_free_run(
     zygote: Zygote, tmp_path: Path, fault_free: str, seed: int
 ) -> None:
     schedule = random.Random(seed)

@@ -152,7 +152,7 @@ class Walk:
         assert self.cluster.status()["ending"] == "completed"
 
 
-def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster: Cluster) -> None:
+def test_container_cluster_trains_each_sample_once_despite_kills(cluster: Cluster) -> None:
     walk = Walk(cluster)
     cluster.begin("train", "ddp.py")
     cluster.up(workers=4)
@@ -213,7 +213,7 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     }
 
 
-def test_it_comes_up_again_from_nothing(cluster: Cluster) -> None:
+def test_second_cluster_starts_from_nothing_and_stops_cleanly(cluster: Cluster) -> None:
     walk = Walk(cluster)
     cluster.begin("train", "ddp.py")
     cluster.up(workers=4)

@@ -99,7 +99,7 @@ def shoot_and_judge(cluster: Cluster, count: int, seed: int, *, most_growth: int
     assert all(each < most_growth for each in grown.values()), grown
 
 
-def test_some_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
+def test_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
     shoot_and_judge(cluster, 2_400, SEED, most_growth=_MOST_AT_FIRST)
 
 

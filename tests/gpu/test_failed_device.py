@@ -30,7 +30,7 @@ _ERROR = 1
         if fault == "out_of_memory" or case.id != "cuda"  # over Gloo the error is the script's
     ],
 )
-def test_a_fault_of_the_device_costs_its_worker_and_no_step(
+def test_device_fault_costs_its_worker_but_no_step(
     starter: Starter,
     tmp_path: Path,
     kind: str,

@@ -60,7 +60,7 @@ def check_ranks(results: list[dict[str, Any]], kind: str) -> None:
         [("ddp",), ("zero1",), ("zero2",), ("zero3",), ("fsdp",), ("hsdp",)], quick=[]
     ),
 )
-def test_a_death_and_a_join_leave_every_bit_of_the_result(
+def test_death_and_join_do_not_change_a_bit_of_the_result(
     starter: Starter, tmp_path: Path, kind: str, strategy: str
 ) -> None:
     is_there(kind)
@@ -101,7 +101,7 @@ def test_a_death_and_a_join_leave_every_bit_of_the_result(
         quick=[],
     ),
 )
-def test_a_death_and_a_join_among_replicas_of_two_ranks_leave_the_result(
+def test_death_and_join_among_two_rank_replicas_do_not_change_the_result(
     starter: Starter, tmp_path: Path, kind: str, strategy: str, options: str
 ) -> None:
     is_there(kind)
@@ -143,7 +143,7 @@ def test_after_a_death_and_a_join_the_ranks_agree(
 
 
 @pytest.mark.parametrize(("kind", "strategy"), on_host_and_device([("ddp",), ("zero3",)], quick=[]))
-def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
+def test_session_reforms_after_its_group_is_aborted_and_loses_nothing(
     starter: Starter, tmp_path: Path, kind: str, strategy: str
 ) -> None:
     is_there(kind)
@@ -168,9 +168,7 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
 
 
 @pytest.mark.parametrize("kind", on_host_and_device([()], quick=[]))
-def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(
-    shell: Shell, kind: str
-) -> None:
+def test_async_sgd_with_one_worker_on_a_device_matches_one_process(shell: Shell, kind: str) -> None:
     """async_sgd with one worker trains as one process does, with gradients and values transferred
     through pinned memory."""
     is_there(kind)

@@ -73,7 +73,7 @@ def on_both(call: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("elements", [12, _MANY])
-def test_collectives_and_messages_give_what_they_should(
+def test_collectives_and_messages_give_correct_results(
     backends: list[GlooBackend], device: torch.device, dtype: torch.dtype, elements: int
 ) -> None:
     base = (torch.arange(elements, device=device) % 64).to(dtype)
@@ -110,7 +110,7 @@ def test_collectives_and_messages_give_what_they_should(
         assert torch.equal(received, host + 1 - rank)
 
 
-def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
+def test_group_reformed_after_an_abort_gives_correct_results(
     device: torch.device,
 ) -> None:
     store = dist.HashStore()
@@ -138,11 +138,11 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
 
 
 @pytest.mark.parametrize(
-    "followed", [False, True], ids=["finished by who waits", "finished by Gloo's thread"]
+    "followed", [False, True], ids=["finished by the waiting thread", "finished by Gloo's thread"]
 )
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs(1))], indirect=True)
-def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
+def test_collectives_respect_the_order_of_a_side_stream(
     backends: list[GlooBackend], device: torch.device, collective: str, followed: bool
 ) -> None:
     """A collective on a caller's stream sends what earlier kernels on the stream write, and later

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_each_gpu_multiplies_and_copies_right_and_nccl_sums_over_all() -> None:
+def test_each_gpu_computes_and_copies_correctly_and_nccl_sums_over_all() -> None:
     results = asyncio.run(check_machine())
     assert failures_text(results) == ""
     names = {result.name for result in results}

@@ -97,7 +97,7 @@ def on(backend: NCCLBackend, tensor: torch.Tensor) -> torch.Tensor:
         torch.uint8,
     ],
 )
-def test_every_collective_of_one_rank_gives_what_was_given(
+def test_every_collective_of_one_rank_returns_its_input(
     backend: NCCLBackend, dtype: torch.dtype
 ) -> None:
     given = on(backend, torch.arange(12).to(dtype))
@@ -145,7 +145,7 @@ def test_sparse_tensors_are_reduced(backend: NCCLBackend) -> None:
     ],
     ids=["a reduction that NCCL lacks", "not contiguous", "a dtype that NCCL lacks"],
 )
-def test_arguments_that_cannot_work_are_refused_and_the_group_goes_on(
+def test_invalid_arguments_are_refused_and_the_group_stays_usable(
     backend: NCCLBackend, make: Callable[[], torch.Tensor], op: Any, says: str
 ) -> None:
     options = AllreduceOptions()
@@ -168,7 +168,7 @@ def test_two_ranks_on_one_device_are_refused_on_both(device: Callable[[], CudaDe
         assert "ranks 0 and 1 are both on cuda:0" in str(refused)
 
 
-def test_a_group_that_is_split_off_another_sums_as_one_that_connects(
+def test_split_group_sums_like_a_newly_connected_one(
     backend: NCCLBackend, device: Callable[[], CudaDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
@@ -192,7 +192,7 @@ def end(backend: NCCLBackend, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "finalized"])
-def test_groups_that_come_and_go_leave_no_threads(
+def test_repeatedly_created_groups_leave_no_threads(
     device: Callable[[], CudaDevice], how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone(device()).shutdown()
@@ -212,7 +212,7 @@ def test_groups_that_come_and_go_leave_no_threads(
 
 
 @pytest.mark.parametrize("how", ["aborted", "finalized"])
-def test_groups_that_come_and_go_leave_no_memory(
+def test_repeatedly_created_groups_leave_no_memory(
     real_device: Callable[[], CudaDevice], how: str
 ) -> None:
     for _ in range(2):
@@ -232,7 +232,7 @@ def spin(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
-def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_for(
+def test_collective_behind_a_spinning_kernel_is_issued_at_once_and_awaited(
     real_device: Callable[[], CudaDevice],
 ) -> None:
     backend = alone(real_device())
@@ -251,7 +251,7 @@ def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_fo
     backend.shutdown()
 
 
-def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_rest(
+def test_abort_behind_a_spinning_kernel_frees_memory_once_the_device_is_idle(
     real_device: Callable[[], CudaDevice],
 ) -> None:
     backend = alone(real_device())
@@ -270,7 +270,7 @@ def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_r
     alone(real_device()).shutdown()  # the device can be used again
 
 
-def test_a_wait_that_takes_too_long_ends_the_group(real_device: Callable[[], CudaDevice]) -> None:
+def test_wait_past_its_timeout_ends_the_group(real_device: Callable[[], CudaDevice]) -> None:
     backend = alone(real_device(), timeout=timedelta(seconds=0.3))
     spin(3.0)
     work = backend.process_group.allreduce([on(backend, torch.ones(8))], AllreduceOptions())

@@ -149,7 +149,7 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("times", [1, pytest.param(9, marks=pytest.mark.soak)])
-def test_steps_that_are_done_again_end_with_the_same_bits(
+def test_repeated_steps_end_with_the_same_bits(
     starter: Starter,
     tmp_path: Path,
     place: Place,
@@ -188,7 +188,7 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_a_machine_that_is_lost_costs_the_other_one_nothing(
+def test_lost_machine_costs_the_other_one_nothing(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
 ) -> None:
     """The loss of a machine does not change the result. SHOAL_HOST and NCCL_HOSTID simulate two
@@ -219,7 +219,7 @@ def test_a_machine_that_is_lost_costs_the_other_one_nothing(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_worker_that_joins_changes_nothing(
+def test_joining_worker_does_not_change_the_result(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
 ) -> None:
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
@@ -245,7 +245,7 @@ def test_a_worker_that_joins_changes_nothing(
     assert {result["digest"] for result in results} == {undisturbed(strategy)}
 
 
-def test_activations_of_64_mib_go_through_a_pipeline(
+def test_pipeline_passes_activations_of_64_mib(
     starter: Starter, tmp_path: Path, place: Place
 ) -> None:
     """A 1F1B pipeline with activations of 64 MiB trains as a single stage does. A micro-batch of 4
@@ -279,7 +279,7 @@ def test_activations_of_64_mib_go_through_a_pipeline(
 
 @pytest.mark.slow
 @rehearsal
-def test_processes_for_devices_are_new_interpreters_that_train_and_die_as_others_do(
+def test_device_processes_are_new_interpreters_that_train_and_die_like_others(
     tmp_path: Path,
 ) -> None:
     fresh = Fresh()

@@ -35,7 +35,7 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_snapshot_is_of_its_moment_whatever_the_device_does_next() -> None:
+def test_snapshot_keeps_its_values_while_the_device_continues() -> None:
     live = state()
     expected = state_digest(live)
     snapshot = Snapshot.take(live)
@@ -44,11 +44,11 @@ def test_a_snapshot_is_of_its_moment_whatever_the_device_does_next() -> None:
     assert state_digest(snapshot.state()) == expected
 
 
-def test_a_snapshot_without_room_on_the_device_is_of_its_moment(
+def test_snapshot_without_room_on_the_device_keeps_its_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_reader.CudaLane, "room", lambda lane: 0)
-    test_a_snapshot_is_of_its_moment_whatever_the_device_does_next()
+    test_snapshot_keeps_its_values_while_the_device_continues()
 
 
 def test_state_is_sent_from_the_device() -> None:
@@ -59,7 +59,7 @@ def test_state_is_sent_from_the_device() -> None:
     assert state_digest(taken) == state_digest(offered)
 
 
-def test_mirrors_travel_to_the_hosts_memory_and_back() -> None:
+def test_mirrors_move_to_host_memory_and_back() -> None:
     memory = PinnedMemory(torch.device("cuda", torch.cuda.current_device()))
     (tensor, *_) = state().values()
     expected = state_digest([tensor])
@@ -73,7 +73,7 @@ def test_mirrors_travel_to_the_hosts_memory_and_back() -> None:
     assert state_digest([piece.data]) == expected
 
 
-def test_digests_of_the_device_are_those_of_the_same_sums_on_the_host() -> None:
+def test_digests_on_the_device_equal_those_on_the_host() -> None:
     for tensor in state().values():
         assert int(mixed_sum(tensor)) == int(mixed_sum(tensor.cpu()))
     assert digest_of(state().values()) == digest_of(state().values())

@@ -46,7 +46,7 @@ def alone() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "name", "ranks"), on_host_and_device(_CASES, quick=[("zero3", 2), ("pipeline", 2)])
 )
-def test_a_strategy_comes_to_what_one_process_does_on_the_host(
+def test_strategy_on_a_device_matches_one_process_on_the_host(
     kind: str, name: str, ranks: int, alone: dict[str, torch.Tensor]
 ) -> None:
     is_there(kind)
@@ -59,7 +59,7 @@ def test_a_strategy_comes_to_what_one_process_does_on_the_host(
 
 
 @rehearsal
-def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
+def test_pipeline_with_messages_through_host_memory_matches_one_process(
     alone: dict[str, torch.Tensor],
 ) -> None:
     """A pipeline that copies messages through host memory trains as one process does. Tensors of
@@ -79,7 +79,7 @@ def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
 
 
 @pytest.mark.parametrize(("kind", "ranks"), on_host_and_device([(2,), (4,)], quick=[]))
-def test_local_sgd_comes_to_the_average_of_models_that_train_apart_on_the_host(
+def test_local_sgd_matches_the_average_of_models_trained_separately_on_the_host(
     kind: str, ranks: int
 ) -> None:
     is_there(kind)
@@ -97,7 +97,7 @@ def test_local_sgd_comes_to_the_average_of_models_that_train_apart_on_the_host(
         [(how, ranks) for how in ("fp16", "powersgd") for ranks in (2, 4)], quick=[]
     ),
 )
-def test_compressed_gradients_lead_close_to_where_whole_ones_do(
+def test_compressed_gradients_end_close_to_uncompressed_ones(
     kind: str, how: str, ranks: int, alone: dict[str, torch.Tensor]
 ) -> None:
     is_there(kind)

@@ -101,9 +101,7 @@ def with_shoal(
 @pytest.mark.parametrize(
     ("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero3",)])
 )
-def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_bf16_goes(
-    kind: str, strategy: str
-) -> None:
+def test_bf16_autocast_matches_plain_torch_within_bf16_precision(kind: str, strategy: str) -> None:
     is_there(kind)
     expected, _ = train_plainly(torch.device(kind), autocast=True, scales=False)
     for trained, _ in together(
@@ -117,7 +115,7 @@ def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_b
 @pytest.mark.parametrize(
     ("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero2",)])
 )
-def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(
+def test_inf_on_one_rank_skips_the_step_on_all_ranks_and_halves_the_scale(
     kind: str, strategy: str
 ) -> None:
     is_there(kind)
@@ -132,7 +130,7 @@ def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(
 
 
 @pytest.mark.parametrize(("kind", "strategy"), on_host_and_device([("ddp",), ("zero3",)], quick=[]))
-def test_a_compiled_block_and_pinned_batches_of_data_workers_change_nothing(
+def test_compiled_block_and_pinned_batches_do_not_change_the_result(
     starter: Callable[[str], Zygote], tmp_path: Path, kind: str, strategy: str
 ) -> None:
     is_there(kind)

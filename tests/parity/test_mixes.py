@@ -20,9 +20,9 @@ from tests.parity.variations import Variation, adamw
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("accumulates", [False, True], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["full batch", "accumulated"])
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_every_schedule_beside_data_parallelism_trains_as_one_process_does(
+def test_every_schedule_combined_with_data_parallelism_trains_like_one_process(
     schedule: str, accumulates: bool
 ) -> None:
     how = Variation(model="gpt", optimizer=adamw, micro=accumulates, train_step=True)

@@ -97,7 +97,7 @@ def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
     ],
     ids=["strategies", "backends", "models", "optimizers"],
 )
-def test_the_matrix_has_all_that_there_are(
+def test_matrix_contains_every_registered_value(
     have: Callable[[], set[str]], should: Callable[[], set[str]]
 ) -> None:
     assert have() == should()

@@ -7,5 +7,5 @@ from tests.parity.table import page
 _PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 
-def test_the_committed_table_is_that_of_the_cells() -> None:
+def test_committed_table_matches_the_cells() -> None:
     assert _PAGE.read_text() == page(), "run make parity"

@@ -39,6 +39,8 @@ _REHEARSAL_LIMIT_S: Final = 200.0
 _PATIENCE_S: Final = 20.0
 """Time limit of one collective."""
 _POLL_S: Final = 0.005
+_CLASS: Final = {"TORCH_DIST_USE_NCCL2": os.environ.get("TORCH_DIST_USE_NCCL2", "0")}
+"""Selects torch's class for "nccl" from torch 2.15 on; unless set to 1, the one that Shoal uses."""
 _FAULTS: Final = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 _ELEMENTS: Final = 8
 _RATE_BYTES: Final = 64 << 20
@@ -71,7 +73,7 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
     that."""
     os_device = "cpu" if context.rehearsal else "cuda"
     environment = {**WATCHDOG, "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(mode == "non-blocking"))}
-    environment |= {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30", "NCCL_DEBUG": "WARN"}
+    environment |= {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "30", "NCCL_DEBUG": "WARN", **_CLASS}
     if not context.rehearsal:
         environment["CUDA_VISIBLE_DEVICES"] = first_visible()
     with Stage() as stage:

@@ -1,4 +1,5 @@
-"""Stand-ins for torch's ProcessGroupNCCL and for one rank's CUDA device, over a machine.
+"""Stand-ins for torch's ProcessGroupNCCL, for the class that replaces it in scripts from torch 2.15
+on, and for one rank's CUDA device, over a machine.
 
 The texts of errors are torch's (ProcessGroupNCCL.cpp of 2.13). The watchdog reads the environment
 when a group is created, as torch's does. It ends no process and never sleeps, but records when it
@@ -115,9 +116,7 @@ class FakeNCCL(PythonGroup):
         desync = (
             _flag("TORCH_NCCL_DESYNC_DEBUG") or dist.get_debug_level() == dist.DebugLevel.DETAIL
         )
-        self._tears_down = (
-            int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")) in (1, 3) or desync
-        )
+        self._tears_down = _tears_down() or desync
         self._dump_ms = int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"))
         machine.watchdogs.append(self._watch)
 
@@ -284,6 +283,20 @@ class FakeNCCL(PythonGroup):
         return KernelWork(self, kernel, result)
 
 
+class FakeNCCL2(FakeNCCL):
+    """A stand-in for ProcessGroupNCCL2, torch's "nccl" from 2.15 on. It connects when it is
+    created, and its watchdog reads a single variable and does not sleep."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._tears_down, self._dump_ms = _tears_down(), 0
+        self.eager_connect_single_device(torch.device("cpu"))
+
+    @property
+    def _blocks(self) -> bool:
+        return True
+
+
 class FakeCuda(CudaDevice):
     """The device of one rank. Its number is its identity."""
 
@@ -382,6 +395,10 @@ def _check(tensor: torch.Tensor) -> None:
         raise TypeError(
             f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
         )
+
+
+def _tears_down() -> bool:
+    return int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")) in (1, 3)
 
 
 def _flag(name: str) -> bool:

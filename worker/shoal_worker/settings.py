@@ -7,14 +7,16 @@ as arguments.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
+import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
@@ -228,6 +230,29 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
     }
     os.environ.update(values)
     return overruled
+
+
+_ENVIRONMENT: Final = threading.Lock()
+"""Lock held while variables have temporary values."""
+
+
+@contextlib.contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """Sets environment variables for C++ code that reads them while the context is open, and then
+    restores the previous values. One thread at a time; the others wait.
+
+    Yields the user's values that are overridden.
+    """
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in values}
+        try:
+            yield force_environment(values)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def environment_without_settings() -> dict[str, str]:

@@ -4,6 +4,8 @@ connecting."""
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +23,11 @@ from shoal_common.errors import (
 )
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
-from shoal_worker.backends.nccl.device import WATCHDOG
+from shoal_worker.backends.nccl.device import QUIET, READ_LATER, USED, WATCHDOG, library
 from torch.distributed import AllreduceOptions, AllToAllOptions
+from torch.distributed import distributed_c10d as c10d
 
-from tests.fake_device.library import FakeCuda, in_threads
+from tests.fake_device.library import FakeCuda, FakeNCCL, FakeNCCL2, Options, in_threads
 from tests.fake_device.machine import Stream
 from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
 from tests.zygote.children import eventually
@@ -40,7 +43,7 @@ process."""
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the environment after the test."""
-    for name in (*WATCHDOG, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+    for name in (*WATCHDOG, *QUIET, *READ_LATER, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -556,6 +559,54 @@ def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(
     close(backends)
 
 
+@pytest.mark.parametrize("kind", [FakeNCCL, FakeNCCL2])
+@pytest.mark.parametrize("connects_first", ["the script", "Shoal"])
+def test_the_watchdog_of_a_scripts_own_group_still_ends_a_collective_that_hangs(
+    connects_first: str, kind: type[FakeNCCL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that the script creates itself keeps its timeout, whether it was created before or
+    after Shoal's groups. Without its watchdog, a collective whose peer is missing would hang."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as launchers do
+    before = dict(os.environ)
+    ranks = Ranks(2)
+
+    def own(rank: int, store: dist.Store) -> FakeNCCL:
+        group = kind(ranks.machine, 10 + rank, store, rank, 2, Options())
+        if kind is FakeNCCL:
+            group.eager_connect_single_device(torch.device("cpu"))
+        return group
+
+    def owns() -> list[FakeNCCL]:
+        store = dist.HashStore()
+        return in_threads([lambda rank=rank: own(rank, store) for rank in range(2)])
+
+    if connects_first == "Shoal":
+        backends, groups = ranks.form(), owns()
+    else:
+        groups, backends = owns(), ranks.form()
+    started(backends[0], torch.ones(3))
+    groups[0].allreduce([torch.ones(3)], AllreduceOptions())
+    ranks.machine.pass_time(3600)
+    assert groups[0].would_have_killed == "a collective ran for 600 s"
+    assert {device.natives[0].would_have_killed for device in ranks.devices} == {None}
+    kept = {*READ_LATER, "TORCH_NCCL_NONBLOCKING_TIMEOUT"}
+    assert {name: value for name, value in os.environ.items() if name not in kept} == before
+    in_threads([group.abort for group in groups])
+    close(backends)
+
+
+def test_variables_that_do_not_apply_to_shoals_groups_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "4321")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    ranks = Ranks(2)
+    for _ in range(2):
+        close(ranks.form())
+    (said,) = [each for each in caplog.messages if "overridden" in each]
+    assert said.startswith("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=4321 was overridden for Shoal's")
+
+
 def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -571,6 +622,57 @@ def test_missing_nccl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have NCCL
     with pytest.raises(ConfigurationError, match="this build of torch lacks NCCL"):
         NCCLBackend()
+
+
+# --- torch's class
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch's builds for CPUs have no ProcessGroupNCCL"
+)
+def test_torch_has_the_class_that_shoal_builds_on() -> None:
+    """The names and signatures of ProcessGroupNCCL that Shoal uses exist in this torch, also those
+    without which it only does not split. Without a GPU, no group can be created."""
+    native = library()
+    options = native.Options()
+    options._timeout, options.config.blocking = timedelta(days=3650), 0
+    options.split_from, options.split_color = None, 3
+    assert (options._timeout, options.config.blocking) == (timedelta(days=3650), 0)
+    assert native.get_runtime_nccl_version() >= (2, 18, 0)
+    for name, arguments in {
+        "abort": "",
+        "shutdown": "",
+        "eager_connect_single_device": r", \w+: [^,]+",
+        "allreduce": r", tensors: .+, opts: \S+AllreduceOptions = .+",
+    }.items():
+        assert re.search(rf"\b{name}\(self: [^,)]+{arguments}\) -> ", getattr(native, name).__doc__)
+    with pytest.raises(ValueError, match="no GPUs found"):  # it has accepted the arguments
+        native(dist.HashStore(), 0, 1, options)
+
+
+class _OtherClass:
+    """A class that torch might offer under the same name."""
+
+
+@pytest.mark.parametrize(
+    ("found", "missing"),
+    [
+        (None, "ProcessGroupNCCL"),
+        (_OtherClass, ", ".join(f"ProcessGroupNCCL.{name}" for name in USED)),
+    ],
+    ids=["without the class", "with another class"],
+)
+def test_a_torch_without_the_class_is_named(
+    found: type | None, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raises an error at the first use of the backend if torch drops or replaces the class."""
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: found is not None)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL2", _OtherClass, raising=False)
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", found, raising=False)
+    with pytest.raises(ConfigurationError) as refused:
+        NCCLBackend()
+    assert f"torch {torch.__version__} has no {missing}, which Shoal" in str(refused.value)
+    assert "Install torch 2.11 to 2.15" in str(refused.value)
 
 
 # --- connecting

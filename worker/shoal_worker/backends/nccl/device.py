@@ -3,9 +3,11 @@ only here.
 
 torch gives each ProcessGroupNCCL a watchdog thread. By default, the watchdog terminates the process
 on an error or a timeout, or sleeps for a minute while holding a lock that the next collective
-needs. Shoal enforces the time limits itself. It disables the watchdog's actions with environment
-variables, which torch reads when a group is created, and with a timeout that never expires.
-Comments beside each variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
+needs. Shoal enforces the time limits itself. It disables the watchdog of its own groups with a
+timeout that never expires, and with environment variables, which torch reads while it constructs a
+group. Afterwards, the variables get their previous values back, so the watchdogs of a script's own
+groups stay active. Comments beside each variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
+docs/gpu.md#torch-215-and-nccl2 compares the class with torch's newer one.
 
 Communicators are non-blocking unless SHOAL_NCCL_BLOCKING is set: a blocking communicator cannot be
 aborted until all ranks have connected, because torch has no handle to it before then. The setting
@@ -15,9 +17,13 @@ so non-blocking ones are rarely used.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import math
+import operator
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Protocol
@@ -26,9 +32,11 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed import AllreduceOptions, DebugLevel, Work, get_debug_level
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal_worker.settings import WorkerSettings, force_environment
+from shoal_worker.settings import WorkerSettings, force_environment, temporary_environment
+from shoal_worker.torch_internals import expected_versions
 
 _log = logging.getLogger(__name__)
 
@@ -44,21 +52,29 @@ WATCHDOG: Final = {
     # a dump from all ranks.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     # After an error, the watchdog would sleep for four times this duration, holding the lock that
     # the next collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # An error of one group must not affect all groups, and CUDA errors are detected by the waits.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # From 2.15 on, would terminate the process after a timeout although the previous one is 0.
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
 }
-"""Variables that ProcessGroupNCCL reads when a group is created, with their required values."""
+"""Variables that ProcessGroupNCCL reads while a group is constructed, with the values for Shoal's
+groups."""
 QUIET: Final = {
     # At the first message, would log a warning that torch runs messages in the order of the group's
     # collectives. Shoal's schedules take this into account.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Variables that silence warnings that users cannot act on."""
+"""Variables that silence warnings that users cannot act on. Also read during construction."""
+READ_LATER: Final = {
+    # An abort of one group would make another group's heartbeat monitor terminate the process.
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
+}
+"""Variables that ProcessGroupNCCL reads whenever it needs them. They keep these values, for all
+groups of the process."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """Variable and value that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
@@ -66,6 +82,11 @@ _NEVER: Final = timedelta(days=3650)
 _LOOK_S: Final = 0.002
 _SPLITS: Final = (2, 18, 0)
 """First version of NCCL that has ncclCommSplit."""
+USED: Final = (
+    *("abort", "allreduce", "eager_connect_single_device", "get_runtime_nccl_version", "shutdown"),
+    *("NCCLConfig.blocking", "Options._timeout", "Options.config"),
+)
+"""Attributes of ProcessGroupNCCL that Shoal cannot do without."""
 
 
 class Native(Protocol):
@@ -174,12 +195,8 @@ class CudaDevice:
     kind: ClassVar[str] = "cuda"
 
     def __init__(self) -> None:
-        """Raises ConfigurationError if torch has no CUDA or no NCCL."""
-        if not dist.is_nccl_available():
-            raise ConfigurationError(
-                "backend='nccl': this build of torch lacks NCCL; install a CUDA build, or use "
-                "backend='gloo'"
-            )
+        """Raises ConfigurationError if torch has no CUDA, no NCCL, or no class ProcessGroupNCCL."""
+        library()
         if not torch.cuda.is_available():
             raise ConfigurationError(
                 "backend='nccl': found no CUDA device; check the driver and "
@@ -222,7 +239,6 @@ class CudaDevice:
         split: Split | None = None,
     ) -> dist.ProcessGroup:
         """Implements `Device.connect`."""
-        keep_watchdog_still(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
         library = self._library()
         options = library.Options()
@@ -230,7 +246,8 @@ class CudaDevice:
         options.config.blocking = int(self.blocks)
         if split is not None:
             options.split_from, options.split_color = split.whole, split.part
-        native = library(PrefixStore("nccl", store), rank, size, options)
+        with watchdog_disabled(timeout):
+            native = library(PrefixStore("nccl", store), rank, size, options)
         life.covers(native)
         native.eager_connect_single_device(self.device)
         if self.blocks:
@@ -267,11 +284,7 @@ class CudaDevice:
         return False
 
     def _library(self) -> Any:
-        """Returns the class ProcessGroupNCCL, which does not exist in builds of torch without
-        CUDA."""
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-        return ProcessGroupNCCL
+        return library()
 
     def _current(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -284,9 +297,42 @@ class CudaDevice:
         return group
 
 
-def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets the environment variables that keep ProcessGroupNCCL's watchdog inactive and limit the
-    time to connect, overriding the user's values.
+def library() -> Any:
+    """Returns the class ProcessGroupNCCL, which builds of torch without CUDA lack.
+
+    Raises:
+        ConfigurationError: torch has no NCCL, or the class lacks something that Shoal uses.
+    """
+    found = getattr(c10d, "ProcessGroupNCCL", None)
+    dropped = found is None and hasattr(c10d, "ProcessGroupNCCL2")
+    if not (dropped or dist.is_nccl_available()):
+        raise ConfigurationError(
+            "backend='nccl': this build of torch lacks NCCL; install a CUDA build, or use "
+            "backend='gloo'"
+        )
+    missing = [f".{name}" for name in USED if not _has(found, name)] if found else [""]
+    if missing:
+        raise ConfigurationError(
+            f"backend='nccl': torch {torch.__version__} has no "
+            f"{', '.join(f'ProcessGroupNCCL{name}' for name in missing)}, which Shoal's groups "
+            f"need. Install torch {expected_versions()}, or use backend='gloo'"
+        )
+    return found
+
+
+def _has(found: Any, name: str) -> bool:
+    try:
+        operator.attrgetter(name)(found)
+    except AttributeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def watchdog_disabled(connect_timeout: timedelta) -> Iterator[None]:
+    """Disables the watchdog of a ProcessGroupNCCL that is constructed in the context and limits its
+    time to connect, overriding the user's values. This also applies to a group that another thread
+    of the script constructs at the same moment.
 
     Raises:
         ConfigurationError: TORCH_DISTRIBUTED_DEBUG, which torch reads at import, is DETAIL.
@@ -298,19 +344,27 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
             "to INFO or OFF before the process starts",
             reason="DEBUG_LEVEL_DETAIL",
         )
-    force_environment(QUIET)
     # For a non-blocking communicator: time limit of its first use, and of an abort that waits for
     # that use. Read once in a process.
     waits = {
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))
     }
-    overruled = dict(force_environment({**WATCHDOG, **waits}))
-    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
-        del overruled[_OF_LAUNCHERS[0]]
-    if overruled:
-        given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
-        _log.warning(
-            "%s was overridden: Shoal enforces the timeouts of collectives itself, and torch's "
-            "watchdog must not end the process",
-            given,
-        )
+    kept = force_environment({**READ_LATER, **waits})
+    with temporary_environment({**WATCHDOG, **QUIET}) as overruled:
+        given = {**kept, **overruled}
+        if given.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
+            del given[_OF_LAUNCHERS[0]]
+        loud = sorted(given.keys() - QUIET.keys())
+        if loud:
+            _warn_once(", ".join(f"{name}={given[name]}" for name in loud))
+        yield
+
+
+@functools.cache
+def _warn_once(given: str) -> None:
+    """Logs overridden variables, once per process. The caller holds the lock of the environment."""
+    _log.warning(
+        "%s was overridden for Shoal's groups: Shoal enforces the timeouts of collectives itself, "
+        "and torch's watchdog must not end the process",
+        given,
+    )

@@ -162,7 +162,7 @@ def _output(script: Script) -> Iterator[Finding]:
                 )
                 if name in names
             ),
-            None,
+            "summary" if last_name(call) == "print_trainable_parameters" else None,
         )
         if kind is None or not script.runs_on_all_ranks(call):
             continue
@@ -173,6 +173,12 @@ def _output(script: Script) -> Iterator[Finding]:
                 call,
                 "print() on every rank prints the same line once per worker",
                 "shoal.print_once(...)",
+            )
+        elif kind == "summary":
+            yield _finding(
+                call,
+                f"{last_name(call)}() on every rank prints the same line once per worker",
+                "`if shoal.is_main_process():` before it",
             )
         elif kind == "bar" and not any(each.arg == "disable" for each in call.keywords):
             yield _finding(

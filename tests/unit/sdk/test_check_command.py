@@ -73,6 +73,7 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
     ("before", "inside", "line"),
     [
         ("", "print(epoch)", "print(epoch)"),
+        ("net.print_trainable_parameters()", "", "net.print_trainable_parameters()"),
         ("", "if epoch % 2 == 0:\n    print(epoch)", "print(epoch)"),
         ("", "torch.save(net.state_dict(), 'a.pt')", "torch.save(net.state_dict(), 'a.pt')"),
         ("log = open('log.txt', 'a')", "", "log = open('log.txt', 'a')"),

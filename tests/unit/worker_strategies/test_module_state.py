@@ -403,3 +403,23 @@ def test_every_evaluation_sets_the_mode_by_the_modules_own_methods(
     results = shoal.launch(train, world_size=2)
     assert [modes for modes, _ in results] == [[True, True, False, True, True]] * 2
     assert any(evaluated for _, evaluated in results)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd", "zero1", "zero2"])
+def test_full_state_dict_loads_with_load_state_dict(strategy: str) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
+        steps(model, optimizer)
+        best = {name: value.clone() for name, value in model.full_state_dict().items()}
+        steps(model, optimizer)
+        assert not torch.equal(best["0.weight"], model.full_state_dict()["0.weight"])
+        model.load_state_dict(best, strict=False)
+        after = model.full_state_dict()
+        assert all(torch.equal(best[name], after[name]) for name in best)
+        steps(model, optimizer)
+
+    shoal.launch(train, world_size=2)

@@ -342,15 +342,18 @@ class ShardedModel(nn.Module):
         )
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the module's own state dict. Must be called on every rank, with the same state
-        dict. Raises PreconditionError if this rank has only part of the values."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict of this model, or one with the original module's names, as returned by
+        `full_state_dict`. Must be called on every rank, with the same state dict. Raises
+        PreconditionError if this rank has only part of the values."""
         self.engine.check_values_here(
             "load_state_dict()",
             "load the result of model.full_state_dict() with model.load_full(state), or a file "
             "with model.load_model(path)",
         )
-        return super().load_state_dict(*args, **kwargs)
+        if not any(name.startswith("module.") for name in state_dict):
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Implements conversions of the module by `to`, `half`, `float`, `cuda` and similar

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
@@ -232,27 +232,44 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
     return overruled
 
 
-_ENVIRONMENT: Final = threading.Lock()
-"""Lock held while variables have temporary values."""
+class TemporaryEnvironment:
+    """Environment variables that have certain values for C++ code that reads them while a context
+    is open. Several threads may have contexts open at once, and none waits for another."""
 
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self._lock = threading.Lock()
+        self._open = 0
+        self._before: dict[str, str | None] = {}
 
-@contextlib.contextmanager
-def temporary_environment(values: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """Sets environment variables for C++ code that reads them while the context is open, and then
-    restores the previous values. One thread at a time; the others wait.
-
-    Yields the user's values that are overridden.
-    """
-    with _ENVIRONMENT:
-        before = {name: os.environ.get(name) for name in values}
+    @contextlib.contextmanager
+    def set(self) -> Iterator[Mapping[str, str]]:
+        """Sets the variables, and restores their previous values when the last open context is
+        closed. Yields the user's values that are overridden."""
+        with self._lock:
+            if not self._open:
+                self._before = {name: os.environ.get(name) for name in self._values}
+                force_environment(self._values)
+            self._open += 1
+            before = self._before
         try:
-            yield force_environment(values)
+            yield {
+                name: value
+                for name, value in before.items()
+                if value is not None and value != self._values[name]
+            }
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    self._restore()
+
+    def _restore(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def environment_without_settings() -> dict[str, str]:

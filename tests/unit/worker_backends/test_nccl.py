@@ -23,7 +23,7 @@ from shoal_common.errors import (
 )
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
-from shoal_worker.backends.nccl.device import QUIET, READ_LATER, USED, WATCHDOG, library
+from shoal_worker.backends.nccl.device import QUIET, READ_LATER, USED, WATCHDOG, library, reporting
 from torch.distributed import AllreduceOptions, AllToAllOptions
 from torch.distributed import distributed_c10d as c10d
 
@@ -46,6 +46,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*WATCHDOG, *QUIET, *READ_LATER, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    if reporting.locked():
+        reporting.release()
 
 
 # --- collectives
@@ -599,12 +601,15 @@ def test_variables_that_do_not_apply_to_shoals_groups_are_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "4321")
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "10")
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    ranks = Ranks(2)
+    ranks = Ranks(1)
     for _ in range(2):
         close(ranks.form())
     (said,) = [each for each in caplog.messages if "overridden" in each]
-    assert said.startswith("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=4321 was overridden for Shoal's")
+    assert said.startswith(
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT=10, TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=4321 was overridden"
+    )
 
 
 def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:

@@ -18,10 +18,10 @@ so non-blocking ones are rarely used.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import operator
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from torch.distributed import AllreduceOptions, DebugLevel, Work, get_debug_leve
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal_worker.settings import WorkerSettings, force_environment, temporary_environment
+from shoal_worker.settings import TemporaryEnvironment, WorkerSettings, force_environment
 from shoal_worker.torch_internals import expected_versions
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,9 @@ READ_LATER: Final = {
 }
 """Variables that ProcessGroupNCCL reads whenever it needs them. They keep these values, for all
 groups of the process."""
+_CONSTRUCTING: Final = TemporaryEnvironment({**WATCHDOG, **QUIET})
+reporting: Final = threading.Lock()
+"""Acquired, for good, by the thread that reports which variables were overridden."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """Variable and value that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
@@ -350,21 +353,19 @@ def watchdog_disabled(connect_timeout: timedelta) -> Iterator[None]:
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))
     }
     kept = force_environment({**READ_LATER, **waits})
-    with temporary_environment({**WATCHDOG, **QUIET}) as overruled:
-        given = {**kept, **overruled}
-        if given.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
-            del given[_OF_LAUNCHERS[0]]
-        loud = sorted(given.keys() - QUIET.keys())
-        if loud:
-            _warn_once(", ".join(f"{name}={given[name]}" for name in loud))
+    with _CONSTRUCTING.set() as overridden:
+        _report({**kept, **overridden})
         yield
 
 
-@functools.cache
-def _warn_once(given: str) -> None:
-    """Logs overridden variables, once per process. The caller holds the lock of the environment."""
-    _log.warning(
-        "%s was overridden for Shoal's groups: Shoal enforces the timeouts of collectives itself, "
-        "and torch's watchdog must not end the process",
-        given,
-    )
+def _report(overridden: dict[str, str]) -> None:
+    """Logs the user's values that were overridden, for the first group of the process."""
+    if overridden.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
+        del overridden[_OF_LAUNCHERS[0]]
+    loud = sorted(overridden.keys() - QUIET.keys())
+    if reporting.acquire(blocking=False) and loud:
+        _log.warning(
+            "%s was overridden: Shoal enforces the timeouts of collectives itself, and torch's "
+            "watchdog must not end the process because of Shoal's groups",
+            ", ".join(f"{name}={overridden[name]}" for name in loud),
+        )

@@ -88,8 +88,9 @@ class Seen:
 
 @dataclass
 class History:
-    """All lines, in order for each process. Lines of servers are grouped by server, one process
-    after the other."""
+    """All lines, by server and by worker. If several processes ran in turn under one id (a
+    restarted server), their lines follow each other, oldest process first. The lines of a process
+    are in the order in which it wrote them."""
 
     servers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
     workers: Mapping[str, Sequence[Line]] = field(default_factory=dict)

@@ -132,8 +132,8 @@ class OpenedConnection:
         self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float
     ) -> list[pb.PartitionResult]:
         """Uploads partitions and returns one result for each. `kind`: INITIALIZE or PUSH. Raises
-        the error sent by the server, UnavailableError, DeadlineError, and errors of the iterator
-        `partitions`."""
+        UnavailableError, DeadlineError, any error that the server sends, and any error raised while
+        iterating over `partitions`."""
         with self._stream(kind.name.title(), until):
             self._send(head(kind), more=True)
             refusal: bytes | None = None

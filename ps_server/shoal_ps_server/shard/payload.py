@@ -113,8 +113,8 @@ class Upload:
         self.came(chunk.nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """Returns the memory for the next `nbytes` of the payload. The caller must write the bytes
-        to it, then call `came`, once or after each part.
+        """Returns the memory for the next `nbytes` of the payload. The caller must fill it and
+        report the bytes with `came`, either all at once or as they are written.
 
         Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH if the header declares fewer bytes.
         """

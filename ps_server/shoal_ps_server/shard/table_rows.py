@@ -200,7 +200,7 @@ class TableRows(Partition):
         self.largest_at_first = max(self.largest_at_first, rows.largest)
 
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
-        """Returns a reading of a copy of the rows `ids`."""
+        """Returns a `Reading` of a copy of the rows with these `ids`."""
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 

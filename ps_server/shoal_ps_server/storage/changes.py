@@ -146,7 +146,8 @@ class Changes:
         return made
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises the errors of `Shard.check_open` if the partition is frozen or has moved."""
+        """Raises UnavailableError / PARTITION_MOVING while the partition is being moved to another
+        server, and PreconditionError / STALE_SHARD_MAP once it has been moved."""
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:

@@ -155,8 +155,8 @@ def settled_record(move: int) -> Record:
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Yields records of the partitions that other servers have handed over so far, to be sent to a
-    new follower. The payloads are copies."""
+    """Yields the records to send to a new follower for the partitions that other servers have
+    handed over to this server, but that it does not serve yet. The payloads are copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():

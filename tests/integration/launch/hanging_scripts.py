@@ -189,7 +189,7 @@ class Script:
 
 
 def scripts() -> Iterator[Script]:
-    """Yields all scripts, always the same."""
+    """Yields all scripts. Every call yields the same ones."""
     for kind, variants in HANGS.items():
         for number, variant in enumerate(variants):
             for seed in range(variant.seeds):

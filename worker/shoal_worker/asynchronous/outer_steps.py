@@ -207,10 +207,10 @@ class Round:
         )
 
     def check_source(self, source: StepSource | None) -> None:
-        """Checks that a step of `source` belongs to this round.
+        """Checks that a step that takes its batch from `source` can be part of this round.
 
         Raises:
-            PreconditionError: the round has steps of a different loader.
+            PreconditionError: the round's earlier steps used a different loader.
         """
         if self.steps and source is not self._source:
             raise PreconditionError(

@@ -93,7 +93,7 @@ class DataAxis(abc.ABC):
     @abc.abstractmethod
     def changed(self) -> None:
         """Records that the optimizer has updated this rank's shards. The pieces receive the new
-        values when they are gathered next. Does not communicate."""
+        values when they are next gathered. Does not communicate."""
 
     @abc.abstractmethod
     def fetch(self) -> None:

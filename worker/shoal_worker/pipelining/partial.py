@@ -370,8 +370,10 @@ class _LayeredPart(PartialModel):
     # --------------------------------------------------------------------------------------- layers
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
-        """Replaces the forward method of a layer. `first`: index of the layer that uses the
-        received value; -1 if nothing is received. `end`: index of the next stage's first layer."""
+        """Prepares one of the model's layers for this stage: layers of earlier stages are skipped,
+        and the forward pass ends at the next stage's first layer. `first`: index of the layer that
+        takes the value received from the previous stage; -1 in the first stage. `end`: index of the
+        next stage's first layer."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:

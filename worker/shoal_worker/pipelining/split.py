@@ -2,9 +2,9 @@
 rank.
 
 Each stage is a contiguous sequence of blocks. By default, stages are balanced by the size of their
-parameters in bytes: the largest stage is as small as possible and, among such splits, the sum of
-the squared sizes is minimal (found by dynamic programming). The parameters' values and devices are
-not used, so a model on the meta device is split in the same way.
+parameters in bytes: the largest stage is as small as possible. Among such splits, one with a small
+sum of squared sizes is chosen (by dynamic programming). The parameters' values and devices are not
+used, so a model on the meta device is split in the same way.
 
 Blocks are found by the model's structure, not by tracing. Three forms of models are supported. A
 model with a method `pipeline_blocks()`, or an `nn.Sequential`, is a **chain**: each block takes the
@@ -323,8 +323,9 @@ def split_model(
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Divides `sizes` into `parts` non-empty contiguous ranges and returns the start and end index
-    of each. The largest sum of a range is minimal; among such divisions, the sum of the squared
-    sums is minimal. O(len(sizes)^2 * parts)."""
+    of each. Minimizes the largest sum of any range. Ties are broken by the sum of the squared sums,
+    separately for each prefix, so that sum is not always the smallest possible. Takes
+    O(len(sizes)^2 * parts) time."""
     totals = [0]
     for size in sizes:
         totals.append(totals[-1] + size)

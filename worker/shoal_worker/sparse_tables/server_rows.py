@@ -231,8 +231,8 @@ class StepRowStore(ServerRowStore):
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
         """Implements `RowStore.fetch`. If the rows are older than expected, looks up the servers'
-        locations and reads again, because the server may have been replaced. Then reports the
-        version that was read to `found`."""
+        locations and reads again, because the server may have been replaced. In either case, calls
+        `found` with the version that was read."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

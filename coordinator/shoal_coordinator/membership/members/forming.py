@@ -32,8 +32,9 @@ _MOST_NAMED: Final = 8
 def form(
     draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
 ) -> None:
-    """Writes the next generation. It consists of all members with a rank, the `draining` members,
-    and the `joiners` longest-waiting ready members.
+    """Forms the next generation in the draft. It consists of all members with a rank, the
+    `draining` members, and at most `joiners` ready members: members of the previous generation
+    first, then those that have waited longest.
 
     The caller must have checked that the number of members is between `Draft.fewest_workers` and
     max_workers.

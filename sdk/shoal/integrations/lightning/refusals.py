@@ -193,8 +193,8 @@ def _check_module(module: pl.LightningModule) -> None:
 
 
 def check_metrics(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError if the complete module has metrics that cannot be combined across
-    ranks."""
+    """Raises ConfigurationError if the module has metrics that cannot be combined across ranks.
+    Must be called only when Lightning has finished setting up the module."""
     for name, one in module.named_modules():
         if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(

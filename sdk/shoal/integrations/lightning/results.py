@@ -132,7 +132,8 @@ class Results(_ResultCollection):
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """Holds back values logged from now on in `held`. None: logs them immediately."""
+        """From now on, collects logged values in `held` instead of logging them. None: logs them
+        immediately."""
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:

@@ -395,8 +395,8 @@ class SharedSite:
         )
 
     async def _join_anew(self, why: str) -> None:
-        """Joins the launchers' job again as a new member. To the other launchers this looks like a
-        death: they stop their workers and wait for a new generation, like this launcher."""
+        """Rejoins the launchers' job as a new member. To the other launchers, this looks like a
+        death: like this launcher, they stop their workers and wait for a new generation."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()

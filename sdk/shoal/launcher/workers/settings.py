@@ -79,8 +79,8 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """Returns the number of CUDA devices that torch sees. If CUDA_VISIBLE_DEVICES lists GPU slices,
-    returns the number of slices, since torch sees only one slice per process.
+    """Returns the number of CUDA devices that torch sees. If CUDA_VISIBLE_DEVICES lists only MIG
+    slices, returns their number, since torch sees only one slice per process.
 
     torch runs in a separate process, and only if there is a driver, because importing it is slow.
     """

@@ -2,6 +2,6 @@
 
 `backend` forms groups. `device` contains all calls to CUDA and to torch's ProcessGroupNCCL; tests
 replace it with a device that needs no GPU. `group` is the process group: callers wait until the
-device has finished a collective, or several together (`ordered`). `ending` aborts or finalizes the
-group. `sharing` refuses two ranks on one device.
+device has finished each collective, or wait once for several of them (`ordered`). `ending` aborts
+or finalizes the group. `sharing` refuses two ranks on one device.
 """

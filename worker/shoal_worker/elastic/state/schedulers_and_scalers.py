@@ -670,8 +670,9 @@ class RegisteredState:
             )
 
     def _refuse_unnamed(self) -> None:
-        """Checks that no object has been created between batches, where it would have no fixed
-        number in a resumed script; otherwise raises ConfigurationError."""
+        """Raises ConfigurationError if the script has created an object between two batches without
+        registering it by name. A resumed script may not reach that point, so the automatic number
+        of the object could differ."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:

@@ -77,9 +77,13 @@ class Child:
     def wait(self) -> int:
         """Returns the exit status. It is negative for a signal, as in Popen."""
         if not self.ended.wait(PATIENCE_S):
-            self.kill(signal.SIGABRT)  # makes it print the stacks of all threads
+            threads = _threads_of(self.pid)
+            self.kill(signal.SIGABRT)  # makes it print the Python stacks of all threads
             self.ended.wait(PATIENCE_S)
-            pytest.fail(f"process {self.pid} did not end; its output: {self.said()}")
+            pytest.fail(
+                f"process {self.pid} did not end; its threads:\n{threads}\n"
+                f"its output: {self.said()}"
+            )
         assert self.status is not None
         return self.status
 
@@ -112,6 +116,35 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self._child.kill()
+
+
+def _threads_of(pid: int) -> str:
+    """Describes what the threads of a process are doing in the kernel: state, the CPU time used
+    within a second, system call and wait channel. Python's stacks do not show why a thread waits in
+    native code, or whether it waits at all."""
+    before = _ticks(pid)
+    time.sleep(1)
+    lines = []
+    for thread, ticks in sorted(_ticks(pid).items()):
+        task = Path(f"/proc/{pid}/task/{thread}")
+        with contextlib.suppress(OSError):  # it has ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            name, call, channel = (
+                (task / part).read_text().strip() for part in ("comm", "syscall", "wchan")
+            )
+            used = ticks - before.get(thread, 0)
+            lines.append(f"{thread} {name}: {state}, {used} ticks, in {call}, {channel}")
+    return "\n".join(lines)
+
+
+def _ticks(pid: int) -> dict[int, int]:
+    """Returns the CPU time of each thread so far, in clock ticks."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            found[int(task.name)] = int(fields[11]) + int(fields[12])
+    return found
 
 
 def _blocks(pid: int, thread: int, number: signal.Signals) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from shoal_common.system.frames import current_frames
 from shoal_common.system.kernel_waits import kernel_wait
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class LoopWatch(Collector):
                 self._report(blocked_s)
 
     def _report(self, blocked_s: float) -> None:
-        frame = sys._current_frames().get(self._ident)
+        frame = current_frames().get(self._ident)
         stack: list[str] = []
         while frame is not None and len(stack) < _MOST_FRAMES:
             code = frame.f_code

@@ -11,6 +11,7 @@ import pytest
 
 PRELUDE = """
 import atexit, importlib.util, sys
+sys.path.append({common!r})
 backward = False
 # without torch, which the package imports
 spec = importlib.util.spec_from_file_location("script_end", {path!r})
@@ -20,9 +21,8 @@ end = script_end.ScriptEnd(in_backward=lambda: backward)
 end.install()
 atexit.register(lambda: print(end.failure()))
 """
-SOURCE = (
-    Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "session" / "script_end.py"
-)
+ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "worker" / "shoal_worker" / "elastic" / "session" / "script_end.py"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_failed_script_is_distinguished_from_a_successful_one(
     ending: str, status: int, failure: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(PRELUDE.format(path=str(SOURCE)) + ending)
+    script.write_text(PRELUDE.format(path=str(SOURCE), common=str(ROOT / "common")) + ending)
     ended = subprocess.run(
         [sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=60
     )

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
+from shoal_common.system.frames import current_frames
+
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
 """Packages that, like all installed packages, do not belong to the script."""
 _LONGEST: Final = 160
@@ -75,7 +77,7 @@ def remember_source() -> None:
 
 def calls_of(thread: int) -> list[Call]:
     """Returns the calls of a thread of this process, innermost first; empty if it has ended."""
-    frame: FrameType | None = sys._current_frames().get(thread)
+    frame: FrameType | None = current_frames().get(thread)
     calls = []
     while frame is not None:
         calls.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from shoal_common.system.frames import current_frames
+
 
 class ScriptEnd:
     """Records how the script ends. Active after `install`."""
@@ -48,9 +50,7 @@ class ScriptEnd:
         self._uncaught: str | None = None
         self._exit: str | None = None
         """Last argument of sys.exit; empty: success; None: sys.exit was not called."""
-        self._outermost = _outermost_frame(
-            sys._current_frames()[threading.main_thread().ident or 0]
-        )
+        self._outermost = _outermost_frame(current_frames()[threading.main_thread().ident or 0])
         self._excepthook = sys.excepthook
         self._sys_exit = sys.exit
 

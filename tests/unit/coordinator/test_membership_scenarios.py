@@ -564,8 +564,13 @@ class Story:
         self.out.extend(
             line for record in decided.records if (line := format_record(record)) is not None
         )
+        formed = any(isinstance(effect, fx.AnnounceGeneration) for effect in decided.effects)
         self.out.extend(
-            line for effect in decided.effects if (line := format_effect(effect)) is not None
+            line
+            for effect in decided.effects
+            # servers are told of each generation, so this is not written out
+            if not (formed and isinstance(effect, fx.SendMembers) and effect.server_id is None)
+            and (line := format_effect(effect)) is not None
         )
 
 
@@ -682,11 +687,7 @@ def format_effect(effect: fx.Effect) -> str | None:
             return f"server {effect.server_id}: session ends, {effect.error.reason}"
         case fx.SendMembers(member_ids=members):
             to = "servers" if effect.server_id is None else f"server {effect.server_id}"
-            return (
-                f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}"
-                if effect.server_id
-                else None
-            )
+            return f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}"
         case fx.SendPlace():
             if effect.role is ServerRole.BACKUP:
                 follows = f"follows {effect.primary_address or 'nobody yet'}"

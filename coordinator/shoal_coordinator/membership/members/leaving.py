@@ -19,6 +19,7 @@ from shoal_coordinator.membership.model.effects import (
     EndSession,
     Record,
     SendDrain,
+    SendMembers,
     SendStop,
     StopServers,
 )
@@ -53,6 +54,16 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
         draft.broken.append(f"lost member {member.member_id}: {event.detail}")
     member_died(draft, member, event)
     _take_out(draft, member, kind="member_lost", ending=event.ending, detail=event.detail)
+    if draft.phase is JobPhase.FINISHED and draft.spec.parameter_servers:
+        # No generation follows, but members that still train must not wait for this one.
+        training = draft.training()
+        draft.effects.append(
+            SendMembers(
+                generation=draft.number,
+                member_ids=training,
+                key_digests=draft.key_digests(training),
+            )
+        )
     refusal = _REFUSAL_OF.get(event.ending)
     error = (
         None

@@ -17,6 +17,7 @@ from shoal_coordinator.membership.model.pulse import Pulse, Pulses
 from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_coordinator.membership.model.state import (
     Departure,
+    JobPhase,
     JobState,
     Member,
     MemberPhase,
@@ -296,6 +297,17 @@ class Draft:
     def place_of(self, member_id: str) -> int | None:
         """Returns a member's rank in the newest generation, or None if it has none."""
         return None if self.generation is None else self.generation.rank_of.get(member_id)
+
+    def training(self) -> tuple[str, ...]:
+        """Returns the ids of the members that are training in the newest generation; none while the
+        job is waiting."""
+        if self.generation is None or self.phase is JobPhase.WAITING:
+            return ()
+        at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
+        live = (self.members.get(rank.member_id) for rank in self.generation.ranks)
+        return tuple(
+            member.member_id for member in live if member is not None and member.phase in at_work
+        )
 
     def key_digests(self, member_ids: Iterable[str]) -> tuple[str, ...]:
         """Returns the `Identity.key_digest` of each member; empty for a former member."""

@@ -36,7 +36,7 @@ from shoal_coordinator.membership.model.shards import (
     count_pieces,
     lay_out,
 )
-from shoal_coordinator.membership.model.state import JobPhase, MemberPhase, Server, ServerRole
+from shoal_coordinator.membership.model.state import JobPhase, Server, ServerRole
 from shoal_coordinator.membership.servers.places import (
     holds_something,
     next_epoch,
@@ -123,7 +123,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     if primary is not None and not primary.alive:
         _promote(draft, primary)  # possible before there is a shard map
     draft.look_at_moves_ms = draft.now.ms
-    training = _training(draft)
+    training = draft.training()
     draft.effects.append(
         SendMembers(
             generation=draft.number,
@@ -348,18 +348,6 @@ def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.P
         pid=0,
         alive=False,
         role=role,
-    )
-
-
-def _training(draft: Draft) -> tuple[str, ...]:
-    """Returns the ids of the members that are training in the newest generation; none while the job
-    is waiting."""
-    if draft.generation is None or draft.phase is JobPhase.WAITING:
-        return ()
-    at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
-    live = ((rank.member_id, draft.members.get(rank.member_id)) for rank in draft.generation.ranks)
-    return tuple(
-        member_id for member_id, member in live if member is not None and member.phase in at_work
     )
 
 

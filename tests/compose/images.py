@@ -42,7 +42,7 @@ _PACKAGES: Final = (
     "python3-venv",
     "redis-tools",
 )
-_BUILD_S: Final = 420.0
+_BUILD_S: Final = 900.0
 _VALKEY: Final = f"""
 FROM {_DEBIAN}
 COPY valkey-server entrypoint /usr/local/bin/

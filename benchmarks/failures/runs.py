@@ -43,7 +43,7 @@ class Run:
     progress: Sequence[tuple[float, int]]
     """Pairs (time, step) for all committed steps, including steps that were undone later."""
     absences: Sequence[tuple[float, float]]
-    """For each kill, the time of the kill and the time from which a replacement could join."""
+    """Time of each kill, and the time from which a replacement could join."""
     missing_s: float
     """Missing capacity, expressed as a time: the total duration of all absences divided by the
     number of workers."""

@@ -132,7 +132,7 @@ class Results(_ResultCollection):
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """From now on, collects logged values in `held` instead of logging them. None: logs them
+        """Collects later logged values in `held` instead of logging them. None: logs them
         immediately."""
         self._held = held
 

@@ -125,7 +125,7 @@ class StateDonor:
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """From now on, lets only requests with this `nonce` wait for an offer. All others are
+        """Lets only later requests with this `nonce` wait for an offer. All others are
         refused unless their offer is already open. Before the first call, any request may wait."""
         with self._changed:
             self._expected = nonce.encode()

@@ -156,6 +156,10 @@ class Cluster:
         except EngineError as error:
             return str(error)
 
+    def said_by_all(self) -> str:
+        """Returns the end of every container's output."""
+        return "\n".join(f"--- {name}\n{self.said(name)}" for name in self.containers())
+
     def status(self) -> dict[str, Any]:
         """Returns the output of `shoal status` with the flags that compose.yaml names."""
         token = (self._checkout / "docker/secrets/viewer_token").read_text()
@@ -199,6 +203,7 @@ class Cluster:
             except EngineError as failed:
                 error = failed
             if time.monotonic() > deadline:
-                said = "\n".join(f"--- {name}\n{self.said(name)}" for name in self.containers())
-                pytest.fail(f"waited {PATIENCE_S:g} s for {what}; {error or ''}\n{said}")
+                pytest.fail(
+                    f"waited {PATIENCE_S:g} s for {what}; {error or ''}\n{self.said_by_all()}"
+                )
             time.sleep(0.2)

@@ -182,8 +182,7 @@ def test_container_cluster_trains_each_sample_once_despite_kills(cluster: Cluste
     )
     cluster.up(workers=4)
     assert walk.trains_on(4) == generation, (
-        "the coordinator's restart must not change the membership: "
-        f"{cluster.said('shoal_coordinator_1')}"
+        f"the coordinator's restart must not change the membership:\n{cluster.said_by_all()}"
     )
     walk.alert_is("CoordinatorAway", "inactive")
 

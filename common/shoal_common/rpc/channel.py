@@ -161,6 +161,8 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
+        # Maximum time to connect (20 s otherwise); gRPC has no separate option for it.
+        ("grpc.min_reconnect_backoff_ms", 10_000),
         # Services of a cluster are reached directly: http_proxy in the environment is for other
         # destinations, and most proxies refuse CONNECT to the ports used here.
         ("grpc.enable_http_proxy", 0),

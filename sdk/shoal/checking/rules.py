@@ -359,10 +359,11 @@ def _learning_rates(script: Script) -> Iterator[Finding]:
         for target in node.targets if isinstance(node, ast.Assign) else (node.target,):
             if _is_learning_rate(script, target):
                 for use in counters(script, node.value):
-                    if use.id not in reported:
+                    name = ast.unparse(use)
+                    if name not in reported:
                         yield _finding(
                             use,
-                            f"the learning rate depends on {use.id}, the script's own count of "
+                            f"the learning rate depends on {name}, the script's own count of "
                             "steps, which starts afresh in a worker that joins later and after "
                             "a resume, and includes aborted steps",
                             "compute it from loader.global_step, the number of committed steps",

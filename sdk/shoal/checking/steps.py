@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
@@ -166,9 +166,16 @@ def optimizer_names(script: Script) -> set[str]:
 
 def counters(
     script: Script, value: ast.AST, followed: frozenset[ast.AST] = frozenset()
-) -> Iterator[ast.Name]:
-    """Yields the names in an expression that count steps of a training loop. Also yields those on
-    which the values of the other names depend."""
+) -> Iterator[ast.Name | ast.Attribute]:
+    """Yields the variables in an expression that count steps of a training loop: names, and
+    attributes of `self`. Also yields those on which the values of the other names depend."""
+    for part in ast.walk(value):
+        if (
+            isinstance(part, ast.Attribute)
+            and is_name(part.value, "self")
+            and _increments(script, script.of_type(ast.For, ast.While), ast.unparse(part))
+        ):
+            yield part
     for name in (part for part in ast.walk(value) if isinstance(part, ast.Name)):
         scope = script.scope(name)
         if _counts_steps(script, scope, name.id):
@@ -194,16 +201,22 @@ def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
                 first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
                 return first is not None and is_name(first, name) and _steps_in(script, loop)
             return last_name(over) in ("range", "trange", "count") and _steps_in(script, loop)
-        if any(
-            isinstance(node, ast.AugAssign)
-            and is_name(node.target, name)
-            and isinstance(node.value, ast.Constant)
-            and (around := script.loop_around(node)) is not None
-            and _steps_in(script, around)
-            for node in ast.walk(loop)
-        ):
+        if _increments(script, [loop], name):
             return True
     return False
+
+
+def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
+    """Returns whether one of the loops increments a counter with each step."""
+    return any(
+        isinstance(node, ast.AugAssign)
+        and ast.unparse(node.target) == counter
+        and isinstance(node.value, ast.Constant)
+        and (around := script.loop_around(node)) is not None
+        and _steps_in(script, around)
+        for loop in loops
+        for node in ast.walk(loop)
+    )
 
 
 def _steps_in(script: Script, loop: Loop) -> bool:

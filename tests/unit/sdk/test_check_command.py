@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from shoal.checking.rules import check
+from shoal.checking.rules import Finding, check
 from shoal.cli.app import app
 from shoal_common.errors import ConfigurationError
 from typer.testing import CliRunner
@@ -68,6 +68,23 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
         for block in re.findall(r"```python[^\n]*\n(.*?)```", text, re.DOTALL):
             found = check(block) or []
             assert bool(found) == (title == "Before"), (title, found)
+
+
+def test_elastic_scripts_on_all_pages_are_clean_except_for_output() -> None:
+    found = []
+    for page in sorted((_ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+            if "shoal.as_distributed(" in block:
+                found += [(page.name, each) for each in _checked(block)]
+    outputs = ("print()", "basicConfig()")
+    assert [each for each in found if not each[1].what.startswith(outputs)] == []
+
+
+def _checked(source: str) -> list[Finding]:
+    try:
+        return check(source) or []
+    except SyntaxError:  # a page may show only a part of a statement
+        return []
 
 
 @pytest.mark.parametrize(
@@ -377,6 +394,11 @@ _RATE = "for group in optimizer.param_groups:\n        group['lr'] = "
         (
             f"for i, (x, y) in enumerate(loader):\n    {_RATE}rate(i)\n",
             "group['lr'] = rate(i)",
+        ),
+        (
+            f"class Training:\n  def fit(self):\n   for x, y in loader:\n    self.n += 1\n"
+            f"    lr = rate(self.n)\n    {_RATE}lr\n",
+            "lr = rate(self.n)",
         ),
         (
             "def adjust(optimizer, step):\n    optimizer.param_groups[0]['lr'] = rate(step)\n"

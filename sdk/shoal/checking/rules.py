@@ -258,8 +258,8 @@ def _sources(script: Script) -> Iterator[Finding]:
                 loop,
                 "cannot tell whether the ranks train on different samples, because no DataLoader "
                 "or ElasticDataLoader of this script feeds the training loop",
-                "none if the loop gets its batches from an ElasticDataLoader that another module "
-                "creates; otherwise create one: docs/guides/data-sources.md",
+                "a shoal.ElasticDataLoader, unless another module already creates the loop's "
+                "batches with one: docs/guides/data-sources.md",
                 certain=False,
             )
         else:
@@ -483,7 +483,10 @@ def _averages(script: Script) -> Iterator[Finding]:
     later = distributed or [
         node
         for node in script.of_type(ast.Assign)
-        if any(words_in(target) & OPTIMIZER_WORDS for target in node.targets)
+        if any(
+            isinstance(target, ast.Name | ast.Attribute) and words_in(target) & OPTIMIZER_WORDS
+            for target in node.targets
+        )
     ]
     for made in averages(script):
         if not script.is_in_training_loop(made) and any(

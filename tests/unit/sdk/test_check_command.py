@@ -261,6 +261,9 @@ def test_accumulation_in_an_inner_loop_is_reported() -> None:
         f"for x, y in loader:\n    for part in range(4):\n        {_PASS}\n    optimizer.step()\n",
         # several steps
         f"for x, y in loader:\n    for _ in range(4):\n        {_PASS}\n        optimizer.step()\n",
+        # steps of another optimizer
+        f"it = iter(loader)\nwhile True:\n    for _ in range(4):\n        x, y = next(it)\n"
+        f"        {_PASS}\n        opt_d.step()\n    {_PASS}\n    optimizer.step()\n",
         # epochs
         f"for epoch in range(4):\n    for x, y in loader:\n        {_PASS}\n"
         "        optimizer.step()\n",
@@ -311,6 +314,11 @@ _STEP = f"{_PASS}\n    optimizer.step()\n"
             f"batches = windows()\nfor it in range(9):\n    x, y = next(batches)\n    {_STEP}",
             "yield data[torch.randperm(n)[:8]]",
         ),
+        (
+            "def windows():\n    while True:\n        yield read()\n"
+            f"for x, y in windows():\n    {_STEP}",
+            "for x, y in windows():",
+        ),
     ],
 )
 def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> None:
@@ -332,6 +340,15 @@ def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> Non
         # draws that need not choose samples
         f"import mine\nfor x, y in mine.batches:\n    t = torch.randint(9, (8,))\n    {_STEP}",
         f"x, y = everything()\nfor it in range(9):\n    {_STEP}",
+        # draws for validation
+        "@torch.no_grad()\ndef validate():\n    score(torch.randperm(n)[:8])\n"
+        f"for it in range(9):\n    {_STEP}    validate()\n",
+        f"for it in range(9):\n    {_STEP}    with torch.no_grad():\n"
+        "        score(torch.randperm(n)[:8])\n",
+        # only the inner one of two loops
+        "import mine\ndef train_epoch(batches):\n    for x, y in batches:\n"
+        f"        {_PASS}\n        optimizer.step()\n"
+        "for epoch in range(3):\n    train_epoch(mine.batches)\n",
     ],
 )
 def test_a_loop_without_a_known_source_is_named_and_nothing_to_change_is_not_said(
@@ -362,6 +379,7 @@ def test_a_loop_without_a_known_source_is_named_and_nothing_to_change_is_not_sai
         "def train(step):\n    for x, y in step:\n        pass\n"
         f"        {_PASS}\nfor step in loader.steps():\n    train(step)\n    optimizer.step()\n",
         f"for x, y in loader:\n    t = torch.randint(9, (8,))\n    {_STEP}",
+        f"plain = DataLoader(few)\nfor x, y in loader:\n    show(next(iter(plain)))\n    {_STEP}",
     ],
 )
 def test_loops_over_a_loader_are_not_reported(loop: str) -> None:
@@ -449,6 +467,13 @@ def test_an_average_that_is_early_or_not_registered_is_reported(
     assert [source.splitlines()[each.line - 1] for each in found] == [line]
     assert remedy in found[0].remedy
     assert check(_START + f"ema = {_AVERAGE}\n" + _LOOP + "        ema.update(model)\n") == []
+    rate = "optimizer.param_groups[0]['lr'] = 0.1\n"
+    plain = source[: source.index("class" if "class" in before else "ema")].replace("shoal, ", "")
+    plain += "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+    late = f"{plain}ema = {_AVERAGE}\n{rate}{_LOOP}        ema.update(model)\n"
+    assert not any("average" in each.what for each in check(late) or [])
+    kind = "class EMA(torch.optim.swa_utils.AveragedModel): ...\n"
+    assert check(f"{_START}{kind}ema = EMA(net)\n{_LOOP}        ema.update(model)\n") == []
     named = source.replace("\nfor epoch", "\nshoal.register_state(ema=ema)\nfor epoch")
     assert check(named) == ([] if "class EMA" in before else found)
 

@@ -257,6 +257,11 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         ),
         (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "assigned again"),
         (_MADE, f"other = model\n{_MADE}", "may keep a reference to"),
+        (
+            _MADE,
+            f"average = torch.optim.swa_utils.AveragedModel(model)\n{_MADE}",
+            "an average created above as_distributed",
+        ),
         (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),
         ("shuffle=True)", "sampler=sampler)", "sampler"),
         (_RANGE, f"first = next(iter(loader))\n{_RANGE}", "used outside of"),

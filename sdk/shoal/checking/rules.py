@@ -363,7 +363,7 @@ def _learning_rates(script: Script) -> Iterator[Finding]:
                     if name not in reported:
                         yield _finding(
                             use,
-                            f"the learning rate depends on {name}, the script's own count of "
+                            f"the learning rate depends on `{name}`, the script's own count of "
                             "steps, which starts afresh in a worker that joins later and after "
                             "a resume, and includes aborted steps",
                             "compute it from loader.global_step, the number of committed steps",

@@ -494,7 +494,7 @@ def test_an_average_that_is_early_or_not_registered_is_reported(
             "memmap",
             {
                 "starts = rng.integers(0, len(tokens) - CONTEXT - 1, size=BATCH)": _OWN_BATCHES,
-                'group["lr"] = LR * min(1.0, (it + 1) / WARMUP)': "the learning rate depends on it",
+                'group["lr"] = LR * min(1.0, (it + 1) / WARMUP)': "the learning rate depends on `",
             },
         ),
         (

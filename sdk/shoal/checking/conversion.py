@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from shoal.checking.loaders import DATA_LOADERS
-from shoal.checking.rules import Finding, accumulating_loops, check, created_optimizers
+from shoal.checking.rules import EARLY_AVERAGE, Finding, averages, check
 from shoal.checking.script import Loop, Script
+from shoal.checking.steps import accumulating_loops, created_optimizers
 
 MARK: Final = "# shoal: "
 _OTHER_LIBRARIES: Final = {
@@ -286,7 +287,9 @@ def _batches(script: Script, epochs: ast.For) -> ast.For:
     inner = [part for part in epochs.body if isinstance(part, Loop) and script.trains(part)]
     if len(inner) != 1:
         raise _Unclear(
-            f"expected one loop over batches directly inside it, found {len(inner)}", epochs
+            f"expected one loop over batches directly inside it, found {len(inner)}",
+            epochs,
+            remedy="" if inner else _BY_STEPS,
         )
     if not isinstance(inner[0], ast.For):
         raise _Unclear("the loop over batches is not a `for`", inner[0], remedy=_BY_STEPS)
@@ -516,8 +519,11 @@ def _check_names(
     for shared in script.of_type(ast.Global, ast.Nonlocal):
         if set(shared.names) & {model, optimizer, loader}:
             raise _Unclear("a function assigns the model, the optimizer or the loader", shared)
+    copied = {node for call in averages(script) for node in call.args}
     for part in block[: block.index(made)]:
         for node in ast.walk(part):
+            if node in copied and ast.unparse(node) == model:
+                raise _Unclear(EARLY_AVERAGE, part)
             if _takes_hold(script, node, model) and not _names_again(part, model):
                 raise _Unclear(
                     f"other code may keep a reference to {model} from before as_distributed "

@@ -16,7 +16,8 @@ ELASTIC_LOADERS: Final = frozenset(
 )
 _DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
 """Names of functions that distribute the batches of their DataLoader arguments across ranks."""
-_PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
+PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
+"""Names of functions that iterate over their first argument."""
 
 
 class Loaders:
@@ -52,15 +53,22 @@ class Loaders:
         if isinstance(node, ast.Call):
             if node in self._made:
                 return {node}
-            if last_name(node) in _PASSES_ON and node.args:
+            if last_name(node) in PASSES_ON and node.args:
                 return self.of(node.args[0])
             if last_name(node) == "zip":
                 return set().union(*(self.of(argument) for argument in node.args))
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "steps":
+                return self.of(node.func.value)
             return self._results(node).get(None, set())
         if isinstance(node, ast.IfExp):
             return self.of(node.body) | self.of(node.orelse)
         if isinstance(node, ast.Name | ast.Attribute):
             return self._named(self._script.scope(node), ast.unparse(node))
+        if isinstance(node, ast.Subscript):
+            scope = self._script.scope(node)
+            return self._named(scope, ast.unparse(node)) or self._named(
+                scope, f"{ast.unparse(node.value)}[]"
+            )
         return set()
 
     def _named(self, scope: Function | None, name: str) -> set[ast.Call]:
@@ -101,11 +109,29 @@ class Loaders:
                     else [(None, result.value)]
                 )
                 for place, part in parts:
-                    if loaders := self.of(part):
-                        self._returned.setdefault(scope, {}).setdefault(place, set()).update(
-                            loaders
-                        )
+                    self._add_result(scope, place, self.of(part))
+        for generated in self._script.of_type(ast.Yield, ast.YieldFrom):
+            scope = self._script.scope(generated)
+            if scope is not None:
+                for source in self._yielded(generated):
+                    self._add_result(scope, None, self.of(source))
         return self._count() > before
+
+    def _yielded(self, generated: ast.Yield | ast.YieldFrom) -> Iterator[ast.AST]:
+        """Yields the iterables whose items a `yield` may pass on."""
+        if isinstance(generated, ast.YieldFrom):
+            yield generated.value
+        elif isinstance(generated.value, ast.Call) and last_name(generated.value) == "next":
+            yield from generated.value.args[:1]
+        for above in self._script.above(generated):
+            if isinstance(above, Function):
+                return
+            if isinstance(above, ast.For | ast.AsyncFor):
+                yield above.iter
+
+    def _add_result(self, function: Function, place: int | None, loaders: set[ast.Call]) -> None:
+        if loaders:
+            self._returned.setdefault(function, {}).setdefault(place, set()).update(loaders)
 
     def _assign(self, target: ast.AST, value: ast.AST) -> None:
         if isinstance(target, ast.Tuple):
@@ -116,6 +142,14 @@ class Loaders:
                 results = self._results(value)
                 for place, one in enumerate(target.elts):
                     self._add(self._script.scope(one), one, results.get(place, set()))
+        elif isinstance(value, ast.Dict):
+            for key, one in zip(value.keys, value.values, strict=True):
+                if key is not None:
+                    name = f"{ast.unparse(target)}[{ast.unparse(key)}]"
+                    self._add_name(self._script.scope(target), name, self.of(one))
+        elif isinstance(value, ast.DictComp | ast.ListComp):
+            made = self.of(value.value if isinstance(value, ast.DictComp) else value.elt)
+            self._add_name(self._script.scope(target), f"{ast.unparse(target)}[]", made)
         else:
             self._add(self._script.scope(target), target, self.of(value))
 
@@ -131,8 +165,14 @@ class Loaders:
                     self._names.setdefault((function, name), set()).update(loaders)
 
     def _add(self, scope: Function | None, target: ast.AST, loaders: set[ast.Call]) -> None:
-        if loaders and isinstance(target, ast.Name | ast.Attribute):
-            self._names.setdefault((scope, ast.unparse(target)), set()).update(loaders)
+        if isinstance(target, ast.Attribute):
+            self._add_name(None, ast.unparse(target), loaders)  # other methods use it as well
+        elif isinstance(target, ast.Name | ast.Subscript):
+            self._add_name(scope, ast.unparse(target), loaders)
+
+    def _add_name(self, scope: Function | None, name: str, loaders: set[ast.Call]) -> None:
+        if loaders:
+            self._names.setdefault((scope, name), set()).update(loaders)
 
     def _count(self) -> int:
         returned = [loaders for each in self._returned.values() for loaders in each.values()]

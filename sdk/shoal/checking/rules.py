@@ -1,20 +1,32 @@
 """Rules of `shoal check`: lines that are wrong or wasteful in an elastic run. Pure.
 
-Each rule yields findings that describe the effect and the remedy. Lines with the comment `# shoal:
-ignore` are skipped.
+Each rule yields findings that describe the effect and the remedy. A finding is certain, except
+where the script does not show what a rule would check. Lines with the comment `# shoal: ignore` are
+skipped.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
-from shoal.checking.script import Loop, Script, last_name, words_in
+from shoal.checking.loaders import Loaders
+from shoal.checking.script import (
+    Loop,
+    Script,
+    argument,
+    assigned,
+    has_name,
+    is_name,
+    is_no_grad,
+    last_name,
+    words_in,
+)
+from shoal.checking.sources import Sources
+from shoal.checking.steps import OPTIMIZER_WORDS, OPTIMIZERS, accumulating_loops, counters
 
 _IGNORED: Final = re.compile(r"#\s*shoal:\s*ignore\b")
 
@@ -27,6 +39,8 @@ class Finding:
     what: str
     """Effect of the line in an elastic run."""
     remedy: str
+    certain: bool = True
+    """False if the script does not show whether the line has this effect."""
 
 
 def check(source: str, name: str = "<script>") -> list[Finding] | None:
@@ -44,8 +58,8 @@ def check(source: str, name: str = "<script>") -> list[Finding] | None:
     )
 
 
-def _finding(node: ast.AST, what: str, remedy: str) -> Finding:
-    return Finding(line=getattr(node, "lineno", 1), what=what, remedy=remedy)
+def _finding(node: ast.AST, what: str, remedy: str, *, certain: bool = True) -> Finding:
+    return Finding(line=getattr(node, "lineno", 1), what=what, remedy=remedy, certain=certain)
 
 
 # ------------------------------------------------------------------------------------- side effects
@@ -106,23 +120,17 @@ def _files(script: Script) -> Iterator[Finding]:
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
     """Returns the path that a call writes to; None if the call does not write a file."""
     if name in _SAVES:
-        return _argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
+        return argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
     if name in ("open", "io.open"):
-        return _argument(call, 0, "file") if _writes(_argument(call, 1, "mode")) else None
+        return argument(call, 0, "file") if _writes(argument(call, 1, "mode")) else None
     if isinstance(call.func, ast.Attribute):
         if call.func.attr in ("write_text", "write_bytes"):
             return call.func.value
         if call.func.attr in _WRITING_METHODS:
             return call.args[0] if call.args else None
         if call.func.attr == "open" and name != "os.open":
-            return call.func.value if _writes(_argument(call, 0, "mode")) else None
+            return call.func.value if _writes(argument(call, 0, "mode")) else None
     return None
-
-
-def _argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
-    if place < len(call.args):
-        return call.args[place]
-    return next((each.value for each in call.keywords if each.arg == name), None)
 
 
 def _writes(mode: ast.AST | None) -> bool:
@@ -219,10 +227,13 @@ def _data(script: Script) -> Iterator[Finding]:
                 "every rank validates the entire dataset, which is as slow as on one rank",
                 "shoal.evaluate(model, loader, fn), where fn(model, batch) returns sums",
             )
+    for source in Sources(script).drawn_by_next():
+        for loader in loaders.of(source) - loaders.dealt:
+            yield _plain_loader(loader)
 
 
 def _plain_loader(loader: ast.Call) -> Finding:
-    sampler = _argument(loader, 3, "sampler")
+    sampler = argument(loader, 3, "sampler")
     if sampler is not None:
         return _finding(
             loader,
@@ -240,10 +251,33 @@ def _plain_loader(loader: ast.Call) -> Finding:
     )
 
 
+def _sources(script: Script) -> Iterator[Finding]:
+    for loop, maker in Sources(script).without_loader():
+        if maker is None:
+            yield _finding(
+                loop,
+                "cannot tell whether the ranks train on different samples, because no DataLoader "
+                "or ElasticDataLoader of this script feeds the training loop",
+                "a shoal.ElasticDataLoader, unless another module already creates the loop's "
+                "batches with one: docs/guides/data-sources.md",
+                certain=False,
+            )
+        else:
+            yield _finding(
+                maker,
+                "the script makes its own batches, which Shoal does not deal to the ranks: they "
+                "train on the same samples or on arbitrary ones, and a step that is retried "
+                "trains on others",
+                "a Dataset that returns one sample for an index, and `for batch in loader:`, where "
+                "loader is a shoal.ElasticDataLoader(dataset, global_batch_size=...): "
+                "docs/guides/accumulation.md#a-script-that-draws-its-own-batches",
+            )
+
+
 def _accumulation(script: Script) -> Iterator[Finding]:
-    for _, branch in accumulating_loops(script):
+    for _, place in accumulating_loops(script):
         yield _finding(
-            branch,
+            place,
             "gradients accumulate over several batches, but an ElasticDataLoader refuses the next "
             "batch until optimizer.step() was called",
             "shoal.ElasticDataLoader(dataset, global_batch_size=..., micro_batch_size=...), and "
@@ -251,109 +285,6 @@ def _accumulation(script: Script) -> Iterator[Finding]:
             "that loop optimizer.step(), without the condition; do not divide the loss: "
             "docs/guides/accumulation.md",
         )
-
-
-def accumulating_loops(script: Script) -> Iterator[tuple[ast.For | ast.AsyncFor, ast.If]]:
-    """Yields each loop that accumulates gradients over several batches before an optimizer step,
-    together with the `if` statement that decides, from a count of batches, when to step."""
-    loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
-    optimizers = _optimizer_names(script)
-    for loop in script.of_type(ast.For, ast.AsyncFor):
-        if not loaders.of(loop.iter):
-            continue
-        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-        steps = [
-            _counted_branch(script, call, loop)
-            for call in calls
-            if _is_optimizer_step(call, optimizers)
-        ]
-        passes = {
-            _counted_branch(script, call, loop) for call in calls if last_name(call) == "backward"
-        }
-        if steps and steps[0] and None not in steps and passes - set(steps):
-            yield loop, steps[0][0]
-
-
-def _counted_branch(
-    script: Script, node: ast.AST, loop: ast.For | ast.AsyncFor
-) -> tuple[ast.If, bool] | None:
-    """Returns the outermost `if` statement that decides, from a count of batches, whether an
-    iteration of the loop executes `node`. Also returns the outcome of its test, True or False, with
-    which `node` is executed. Returns None if every iteration executes `node`."""
-    found = None
-    below = node
-    for above in (*_until(script, node, loop), loop):
-        if isinstance(above, ast.If) and below is not above.test and _counts(above.test, loop):
-            found = (above, below in above.body)
-        for block in (getattr(above, name, None) for name in ("body", "orelse")):
-            if isinstance(block, list) and below in block:
-                for before in block[: block.index(below)]:
-                    if (
-                        isinstance(before, ast.If)
-                        and isinstance(before.body[-1], ast.Continue)
-                        and _counts(before.test, loop)
-                    ):
-                        found = (before, False)
-        below = above
-    return found
-
-
-def _counts(test: ast.expr, loop: ast.For | ast.AsyncFor) -> bool:
-    """Returns whether a condition depends on a count of iterations: it uses a remainder, or it
-    compares a variable that the loop increments."""
-    counters = {
-        ast.unparse(node.target)
-        for node in loop.body
-        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant)
-    }
-    remainders = {
-        name
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Assign)
-        for name, value in _assigned(node)
-        if _has_remainder(value)
-    }
-    return (
-        _has_remainder(test)
-        or any(_has_name(test, name) for name in remainders)
-        or (isinstance(test, ast.Compare) and any(_has_name(test, name) for name in counters))
-    )
-
-
-def _has_remainder(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Mod) for part in ast.walk(node))
-
-
-def _is_optimizer_step(call: ast.Call, optimizers: set[str]) -> bool:
-    """Returns whether a call is the step of an optimizer, or that of a GradScaler."""
-    return (
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr == "step"
-        and any(
-            ast.unparse(part) in optimizers
-            or (words_in(part) & _OPTIMIZER_WORDS and not words_in(part) & _SCHEDULER_WORDS)
-            for part in (call.func.value, *call.args)
-        )
-    )
-
-
-def created_optimizers(script: Script) -> list[ast.Assign]:
-    """Returns the assignments that create a torch optimizer."""
-    return [
-        node
-        for node in script.of_type(ast.Assign)
-        if isinstance(node.value, ast.Call)
-        and OPTIMIZERS.fullmatch(script.full_name(node.value.func))
-    ]
-
-
-def _optimizer_names(script: Script) -> set[str]:
-    made = [target for node in created_optimizers(script) for target in node.targets]
-    for node in script.of_type(ast.Assign):
-        if isinstance(node.value, ast.Call) and last_name(node.value).startswith("as_distributed"):
-            for target in node.targets:
-                made += target.elts[1:] if isinstance(target, ast.Tuple) else []
-    return {ast.unparse(target) for target in made}
 
 
 def _evaluates(script: Script, loop: Loop) -> bool:
@@ -368,77 +299,93 @@ def _evaluates(script: Script, loop: Loop) -> bool:
         for call in script.calls()
     ):
         return True
-    if scope is not None and any(_is_no_grad(mark) for mark in scope.decorator_list):
+    if scope is not None and any(is_no_grad(mark) for mark in scope.decorator_list):
         return True
     inside = [part for part in ast.walk(loop) if isinstance(part, ast.With)]
     around = [above for above in script.above(loop) if isinstance(above, ast.With)]
-    return any(_is_no_grad(item.context_expr) for part in inside + around for item in part.items)
-
-
-def _is_no_grad(node: ast.AST) -> bool:
-    return last_name(node) in ("no_grad", "inference_mode")
+    return any(is_no_grad(item.context_expr) for part in inside + around for item in part.items)
 
 
 # -------------------------------------------------------------------------------------------- state
 
 _SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
-OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
-_OPTIMIZER_WORDS: Final = frozenset({"opt", "optim", "optimizer", "optimizers"})
-_SCHEDULER_WORDS: Final = frozenset({"lr", "sched", "scheduler", "schedulers"})
 _STEP_NAMES: Final = frozenset({"step", "steps", "iteration", "iterations", "iter", "batches"})
 
 
 def _values(script: Script) -> Iterator[Finding]:
     for loop in script.training_loops():
-        scope = script.scope(loop)
-        block = script.tree.body if scope is None else scope.body
-        counts: list[tuple[ast.AST, str, ast.AST]] = []
-        values: list[tuple[ast.AST, str, ast.AST]] = []
-        for made in (node for part in block for node in ast.walk(part)):
-            if (
-                not isinstance(made, ast.Assign | ast.AnnAssign)
-                or made.lineno >= loop.lineno
-                or script.scope(made) is not scope
-            ):
-                continue
-            for name, value in _assigned(made):
-                if _is_plain(value) and _decides(script, loop, name):
-                    steps = set(name.lower().split("_")) & _STEP_NAMES
-                    (counts if steps else values).append((made, name, value))
-        for made, name, value in counts:
-            yield _unregistered(
-                made,
-                name,
-                value,
-                "loader.global_step, which counts the run's steps, instead of the script's own "
-                "count",
-            )
+        found = [*_carried_values(script, loop)]
         # one call for all values: a second one would replace `run`
-        all_values = {name: ast.unparse(value) for _, name, value in values}
+        all_values = {name: ast.unparse(value) for _, name, value in found if not _is_count(name)}
         call = ", ".join(f"{name}={value}" for name, value in all_values.items())
-        for made, name, value in values:
-            yield _unregistered(
+        for made, name, value in found:
+            yield _finding(
                 made,
-                name,
-                value,
-                f"run = shoal.register_state({call}), and run.{name} in the loop",
+                f"the training loop depends on {name}, but a worker that joins later starts with "
+                f"{name} = {ast.unparse(value)}",
+                "loader.global_step, which counts the run's steps, instead of the script's own "
+                "count"
+                if _is_count(name)
+                else f"run = shoal.register_state({call}), and run.{name} in the loop",
             )
 
 
-def _assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
-    """Yields each assigned name with its value, including for `a, b = 0, 1` and `a: int = 0`."""
-    if made.value is None:
-        return
-    for target in made.targets if isinstance(made, ast.Assign) else (made.target,):
-        if isinstance(target, ast.Name):
-            yield target.id, made.value
-        elif isinstance(target, ast.Tuple):
-            values = made.value.elts if isinstance(made.value, ast.Tuple) else ()
-            for name, value in itertools.zip_longest(
-                target.elts, values[: len(target.elts)], fillvalue=made.value
-            ):
-                if isinstance(name, ast.Name):
-                    yield name.id, value
+def _carried_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """Yields each variable that starts with a plain value and that the training loop updates and
+    compares: the assignment before the loop, the name and the value."""
+    scope = script.scope(loop)
+    block = script.tree.body if scope is None else scope.body
+    for made in (node for part in block for node in ast.walk(part)):
+        if (
+            isinstance(made, ast.Assign | ast.AnnAssign)
+            and made.lineno < loop.lineno
+            and script.scope(made) is scope
+        ):
+            for name, value in assigned(made):
+                if _is_plain(value) and _decides(script, loop, name):
+                    yield made, name, value
+
+
+def _is_count(name: str) -> bool:
+    """Returns whether a variable seems to count steps, judged by its name."""
+    return bool(set(name.lower().split("_")) & _STEP_NAMES)
+
+
+def _learning_rates(script: Script) -> Iterator[Finding]:
+    reported = {
+        name for loop in script.training_loops() for _, name, _ in _carried_values(script, loop)
+    }
+    for node in script.of_type(ast.Assign, ast.AugAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else (node.target,):
+            if _is_learning_rate(script, target):
+                for use in counters(script, node.value):
+                    name = ast.unparse(use)
+                    if name not in reported:
+                        yield _finding(
+                            use,
+                            f"the learning rate depends on `{name}`, the script's own count of "
+                            "steps, which starts afresh in a worker that joins later and after "
+                            "a resume, and includes aborted steps",
+                            "compute it from loader.global_step, the number of committed steps",
+                        )
+
+
+def _is_learning_rate(script: Script, target: ast.AST) -> bool:
+    """Returns whether an assignment sets the learning rate of an optimizer's parameter group."""
+    if not (
+        isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Constant)
+        and target.slice.value == "lr"
+    ):
+        return False
+    groups = {
+        each.id
+        for loop in script.of_type(ast.For)
+        if "param_groups" in ast.unparse(loop.iter)
+        for each in ast.walk(loop.target)
+        if isinstance(each, ast.Name)
+    }
+    return "param_groups" in ast.unparse(target.value) or ast.unparse(target.value) in groups
 
 
 def _is_plain(value: ast.AST) -> bool:
@@ -466,42 +413,20 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
         return False
     carried = compared = False
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and _is_name(node.target, name):
+        if isinstance(node, ast.AugAssign) and is_name(node.target, name):
             carried = True
         elif isinstance(node, ast.Assign | ast.AnnAssign) and (
-            value := dict(_assigned(node)).get(name)
+            value := dict(assigned(node)).get(name)
         ):
-            if node in loop.body and not _has_name(value, name):
+            if node in loop.body and not has_name(value, name):
                 return False  # every iteration starts with a new value
-            chosen = any(isinstance(above, ast.If) for above in _until(script, node, loop))
-            carried = carried or chosen or _has_name(value, name)
+            chosen = any(isinstance(above, ast.If) for above in script.until(node, loop))
+            carried = carried or chosen or has_name(value, name)
             if isinstance(value, ast.Call) and last_name(value) in ("max", "min"):
-                compared = compared or _has_name(value, name)
+                compared = compared or has_name(value, name)
         elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
-            compared = compared or _has_name(node, name)
+            compared = compared or has_name(node, name)
     return carried and compared
-
-
-def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
-    """Yields the ancestors of a node, innermost first, up to the ancestor `end`."""
-    return itertools.takewhile(lambda above: above is not end, script.above(node))
-
-
-def _unregistered(made: ast.AST, name: str, value: ast.AST, remedy: str) -> Finding:
-    return _finding(
-        made,
-        f"the training loop depends on {name}, but a worker that joins later starts with "
-        f"{name} = {ast.unparse(value)}",
-        remedy,
-    )
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _has_name(node: ast.AST, name: str) -> bool:
-    return any(_is_name(part, name) for part in ast.walk(node))
 
 
 def _copies(script: Script) -> Iterator[Finding]:
@@ -514,6 +439,12 @@ def _copies(script: Script) -> Iterator[Finding]:
         if isinstance(part, ast.Name)
     }
     loops = script.training_loops()
+    own_averages = {
+        call
+        for call in script.calls()
+        if words_in(call.func) & {"ema", "moving"}
+        and (last_name(call) in script.classes or script.full_name(call.func).startswith("timm."))
+    } - {*averages(script)}
     for made in script.of_type(ast.Assign):
         target, value = made.targets[0], made.value
         while isinstance(value, ast.Call) and last_name(value) in ("eval", "to", "requires_grad_"):
@@ -522,12 +453,12 @@ def _copies(script: Script) -> Iterator[Finding]:
         if (
             isinstance(target, ast.Name)
             and isinstance(value, ast.Call)
-            and script.full_name(value.func) == "copy.deepcopy"
+            and (script.full_name(value.func) == "copy.deepcopy" or value in own_averages)
             and value.args
             and isinstance(value.args[0], ast.Name | ast.Attribute)
             and target.id not in registered
             and not script.is_in_training_loop(made)
-            and any(_has_name(loop, target.id) for loop in loops)
+            and any(has_name(loop, target.id) for loop in loops)
         ):
             yield _finding(
                 made,
@@ -536,6 +467,52 @@ def _copies(script: Script) -> Iterator[Finding]:
                 f"shoal.register_state({target.id}={target.id}), or "
                 "torch.optim.swa_utils.AveragedModel, which is registered automatically",
             )
+
+
+EARLY_AVERAGE: Final = (
+    "an average created above as_distributed copies the model before it has this rank's device and "
+    "rank 0's weights"
+)
+
+
+def _averages(script: Script) -> Iterator[Finding]:
+    distributed: list[ast.AST] = [
+        call for call in script.calls() if last_name(call).startswith("as_distributed")
+    ]
+    # as_distributed cannot come before the optimizer
+    later = distributed or [
+        node
+        for node in script.of_type(ast.Assign)
+        if any(
+            isinstance(target, ast.Name | ast.Attribute) and words_in(target) & OPTIMIZER_WORDS
+            for target in node.targets
+        )
+    ]
+    for made in averages(script):
+        if not script.is_in_training_loop(made) and any(
+            script.scope(node) is script.scope(made) and getattr(node, "lineno", 0) > made.lineno
+            for node in later
+        ):
+            yield _finding(
+                made,
+                EARLY_AVERAGE,
+                "create it after `model, optimizer = shoal.as_distributed(model, optimizer)`, from "
+                "model, and call update_parameters(model) in `if optimizer.step():`: "
+                "docs/guides/averages.md",
+            )
+
+
+def averages(script: Script) -> Iterator[ast.Call]:
+    """Yields the calls that create an AveragedModel of torch, or an object of a subclass."""
+    names = {
+        node.name
+        for node in script.of_type(ast.ClassDef)
+        if any(script.full_name(base) == _AVERAGED_MODEL for base in node.bases)
+    }
+    yield from script.calls(_AVERAGED_MODEL, *names)
+
+
+_AVERAGED_MODEL: Final = "torch.optim.swa_utils.AveragedModel"
 
 
 def _made_in_loops(script: Script) -> Iterator[Finding]:
@@ -755,9 +732,12 @@ _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _files,
     _output,
     _data,
+    _sources,
     _accumulation,
     _values,
+    _learning_rates,
     _copies,
+    _averages,
     _made_in_loops,
     _seeds,
     _left_over,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Final, TypeVar, overload
@@ -36,10 +37,7 @@ class Script:
         """Functions and methods of the script by their bare names."""
         for node in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
             self.functions.setdefault(node.name, []).append(node)
-        self._initializers = {
-            node.name: [part for part in node.body if isinstance(part, Function)]
-            for node in self.of_type(ast.ClassDef)
-        }
+        self.classes = {node.name: node for node in self.of_type(ast.ClassDef)}
         self._training_functions: set[Function] = set()
         self._training_functions = self._find_training_functions()
         self._flags = self._named_after_ranks()
@@ -75,6 +73,19 @@ class Script:
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
+
+    def until(self, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
+        """Yields the ancestors of a node, innermost first, up to the ancestor `end`."""
+        return itertools.takewhile(lambda above: above is not end, self.above(node))
+
+    def loop_around(self, node: ast.AST) -> Loop | None:
+        """Returns the innermost loop that contains a node and is in the same function."""
+        for above in self.above(node):
+            if isinstance(above, Function):
+                return None
+            if isinstance(above, Loop):
+                return above
+        return None
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Returns the innermost statement that is or contains the node."""
@@ -197,9 +208,11 @@ class Script:
         """Yields the functions of the script that a call may execute, including functions passed to
         it by name."""
         if isinstance(call.func, ast.Name):
-            if call.func.id in self._initializers:
+            if call.func.id in self.classes:
                 yield from (
-                    part for part in self._initializers[call.func.id] if part.name == "__init__"
+                    part
+                    for part in self.classes[call.func.id].body
+                    if isinstance(part, Function) and part.name == "__init__"
                 )
             yield from self.functions.get(call.func.id, ())
         elif isinstance(call.func, ast.Attribute):
@@ -289,3 +302,42 @@ def last_name(node: ast.AST) -> str:
 def words_in(node: ast.AST) -> set[str]:
     """Returns all words in the names of an expression, in lower case."""
     return set().union(*(_words(name) for name in _names_in(node)))
+
+
+def is_no_grad(node: ast.AST) -> bool:
+    """Returns whether a context manager or decorator turns gradients off."""
+    return last_name(node) in ("no_grad", "inference_mode")
+
+
+def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
+    """Returns the argument of a call at position `place` or with the keyword `name`; None if there
+    is none."""
+    if place < len(call.args):
+        return call.args[place]
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def assigned(made: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.AST]]:
+    """Yields each assigned name with its value, including for `a, b = 0, 1` and `a: int = 0`."""
+    if made.value is None:
+        return
+    for target in made.targets if isinstance(made, ast.Assign) else (made.target,):
+        if isinstance(target, ast.Name):
+            yield target.id, made.value
+        elif isinstance(target, ast.Tuple):
+            values = made.value.elts if isinstance(made.value, ast.Tuple) else ()
+            for name, value in itertools.zip_longest(
+                target.elts, values[: len(target.elts)], fillvalue=made.value
+            ):
+                if isinstance(name, ast.Name):
+                    yield name.id, value
+
+
+def is_name(node: ast.AST, name: str) -> bool:
+    """Returns whether a node is the variable `name`."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def has_name(node: ast.AST, name: str) -> bool:
+    """Returns whether the variable `name` occurs in a node."""
+    return any(is_name(part, name) for part in ast.walk(node))

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from shoal.checking.rules import check
+from shoal.checking.rules import Finding, check
 from shoal.cli.app import app
 from shoal_common.errors import ConfigurationError
 from typer.testing import CliRunner
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 _ROOT = Path(__file__).parents[3]
 _EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py"))
 _PAGES = sorted((_ROOT / "docs/migration").glob("*.md"))
+_PLAIN_SCRIPTS = Path(__file__).with_name("plain_scripts")
 
 _START = """
 import copy, logging, math, os, time
@@ -67,6 +68,23 @@ def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None
         for block in re.findall(r"```python[^\n]*\n(.*?)```", text, re.DOTALL):
             found = check(block) or []
             assert bool(found) == (title == "Before"), (title, found)
+
+
+def test_elastic_scripts_on_all_pages_are_clean_except_for_output() -> None:
+    found = []
+    for page in sorted((_ROOT / "docs").rglob("*.md")):
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+            if "shoal.as_distributed(" in block:
+                found += [(page.name, each) for each in _checked(block)]
+    outputs = ("print()", "basicConfig()")
+    assert [each for each in found if not each[1].what.startswith(outputs)] == []
+
+
+def _checked(source: str) -> list[Finding]:
+    try:
+        return check(source) or []
+    except SyntaxError:  # a page may show only a part of a statement
+        return []
 
 
 @pytest.mark.parametrize(
@@ -222,6 +240,288 @@ def test_accumulation_over_batches_is_reported(body: str, line: int, plain: bool
 def test_a_loop_without_accumulation_is_not_reported(body: str) -> None:
     found = check(f"{_START}{_BATCHES}\n{textwrap.indent(body, '    ')}\n")
     assert found == []
+
+
+def test_accumulation_in_an_inner_loop_is_reported() -> None:
+    inner = f"    for part in range(4):\n        x, y = get_batch()\n        {_PASS}\n"
+    loop = f"for step in range(9):\n{inner}    clip(net)\n    scaler.step(optimizer)\n"
+    found = [each for each in check(_START + loop) or [] if "accumulate" in each.what]
+    source = (_START + loop).splitlines()
+    assert [source[each.line - 1].strip() for each in found] == ["for part in range(4):"]
+    counted = f"for i in range(9):\n    x, y = next(batches)\n    {_PASS}\n"
+    counted += "    if (i + 1) % 4 == 0:\n        optimizer.step()\n"
+    found = [each for each in check(_START + counted) or [] if "accumulate" in each.what]
+    assert ["micro_batch_size=" in each.remedy for each in found] == [True]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        # the parts of a batch of the loader
+        f"for x, y in loader:\n    for part in range(4):\n        {_PASS}\n    optimizer.step()\n",
+        # several steps
+        f"for x, y in loader:\n    for _ in range(4):\n        {_PASS}\n        optimizer.step()\n",
+        # steps of another optimizer
+        f"it = iter(loader)\nwhile True:\n    for _ in range(4):\n        x, y = next(it)\n"
+        f"        {_PASS}\n        opt_d.step()\n    {_PASS}\n    optimizer.step()\n",
+        # epochs
+        f"for epoch in range(4):\n    for x, y in loader:\n        {_PASS}\n"
+        "        optimizer.step()\n",
+        f"for step in loader.steps():\n    for x, y in step:\n        {_PASS}\n"
+        "    optimizer.step()\n",
+    ],
+)
+def test_inner_loops_that_do_not_accumulate_are_not_reported(loop: str) -> None:
+    assert check(_START + loop) == []
+
+
+_OWN_BATCHES = "the script makes its own batches"
+_UNKNOWN = "cannot tell whether the ranks train on different samples"
+_STEP = f"{_PASS}\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (
+            "def get_batch():\n    at = torch.randint(len(data), (8,))\n    return x[at], y[at]\n"
+            f"while True:\n    x, y = get_batch()\n    {_STEP}",
+            "at = torch.randint(len(data), (8,))",
+        ),
+        (
+            "rng = numpy.random.default_rng(0)\nfor it in range(9):\n"
+            f"    at = rng.integers(0, n, 8)\n    x, y = xs[at], ys[at]\n    {_STEP}",
+            "at = rng.integers(0, n, 8)",
+        ),
+        (
+            f"for it in tqdm(range(9), disable=quiet):\n    rows = random.sample(data, 8)\n"
+            f"    {_STEP}",
+            "rows = random.sample(data, 8)",
+        ),
+        (
+            "for epoch in range(3):\n  for i in range(0, len(data), 8):\n"
+            f"    x, y = data[i : i + 8], labels[i : i + 8]\n    {_STEP}",
+            "for i in range(0, len(data), 8):",
+        ),
+        (
+            "class Tokens:\n    def next_batch(self):\n        self.at += 8\n"
+            "        return read(self.at)\n"
+            f"tokens = Tokens()\nfor it in range(9):\n    x, y = tokens.next_batch()\n    {_STEP}",
+            "x, y = tokens.next_batch()",
+        ),
+        (
+            "def windows():\n    while True:\n        yield data[torch.randperm(n)[:8]]\n"
+            f"batches = windows()\nfor it in range(9):\n    x, y = next(batches)\n    {_STEP}",
+            "yield data[torch.randperm(n)[:8]]",
+        ),
+        (
+            "def windows():\n    while True:\n        yield read()\n"
+            f"for x, y in windows():\n    {_STEP}",
+            "for x, y in windows():",
+        ),
+    ],
+)
+def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> None:
+    source = f"import numpy, random\n{_START}{loop}"
+    found = check(source) or []
+    assert [source.splitlines()[each.line - 1].strip() for each in found] == [line]
+    assert found[0].what.startswith(_OWN_BATCHES)
+    assert found[0].certain
+    page, _, anchor = found[0].remedy.rpartition(" ")[2].partition("#")
+    titles = re.findall(r"^## (.*)$", (_ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in [title.lower().replace(" ", "-") for title in titles]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"from mine import batches\nfor x, y in batches:\n    {_STEP}",
+        f"import mine\nit = iter(mine.batches)\nwhile True:\n    x, y = next(it)\n    {_STEP}",
+        # draws that need not choose samples
+        f"import mine\nfor x, y in mine.batches:\n    t = torch.randint(9, (8,))\n    {_STEP}",
+        f"x, y = everything()\nfor it in range(9):\n    {_STEP}",
+        # draws for validation
+        "@torch.no_grad()\ndef validate():\n    score(torch.randperm(n)[:8])\n"
+        f"for it in range(9):\n    {_STEP}    validate()\n",
+        f"for it in range(9):\n    {_STEP}    with torch.no_grad():\n"
+        "        score(torch.randperm(n)[:8])\n",
+        # only the inner one of two loops
+        "import mine\ndef train_epoch(batches):\n    for x, y in batches:\n"
+        f"        {_PASS}\n        optimizer.step()\n"
+        "for epoch in range(3):\n    train_epoch(mine.batches)\n",
+    ],
+)
+def test_a_loop_without_a_known_source_is_named_and_nothing_to_change_is_not_said(
+    tmp_path: Path, loop: str
+) -> None:
+    script = tmp_path / "a.py"
+    script.write_text(_START + loop)
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert result.exit_code == 0
+    assert _UNKNOWN in result.stdout
+    assert "nothing to change" not in result.stdout
+    assert result.stdout.splitlines()[-1].endswith("could not check the data of the loop above")
+    script.write_text(_START + loop + "print(x)\n")
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (1, "1 line to change")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"it = iter(loader)\nwhile True:\n    x, y = next(it)\n    {_STEP}",
+        f"loaders = {{'train': loader}}\nfor x, y in loaders['train']:\n    {_STEP}",
+        "class Training:\n    def __init__(self, loader):\n        self.loader = loader\n"
+        "    def fit(self):\n        for x, y in self.loader:\n"
+        f"            {_PASS}\n            optimizer.step()\nTraining(loader).fit()\n",
+        f"def for_ever():\n    while True:\n        yield from loader\n"
+        f"for x, y in for_ever():\n    {_STEP}",
+        "def train(step):\n    for x, y in step:\n        pass\n"
+        f"        {_PASS}\nfor step in loader.steps():\n    train(step)\n    optimizer.step()\n",
+        f"for x, y in loader:\n    t = torch.randint(9, (8,))\n    {_STEP}",
+        f"plain = DataLoader(few)\nfor x, y in loader:\n    show(next(iter(plain)))\n    {_STEP}",
+    ],
+)
+def test_loops_over_a_loader_are_not_reported(loop: str) -> None:
+    assert check(_START + loop) == []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"it = iter(plain)\nwhile True:\n    x, y = next(it)\n    {_STEP}",
+        f"loaders = {{k: DataLoader(a) for k, a in sets}}\nfor x, y in loaders['a']:\n    {_STEP}",
+        "def cycle(loader):\n    while True:\n        for each in loader:\n            yield each\n"
+        f"batches = cycle(plain)\nfor it in range(9):\n    x, y = next(batches)\n    {_STEP}",
+    ],
+)
+def test_a_plain_loader_is_followed_to_the_loop(loop: str) -> None:
+    found = check(f"{_START}plain = DataLoader(dataset)\n{loop}") or []
+    assert ["is not distributed" in each.what for each in found] == [True]
+
+
+_RATE = "for group in optimizer.param_groups:\n        group['lr'] = "
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (f"for it in range(9):\n    {_RATE}rate(it)\n", "group['lr'] = rate(it)"),
+        (f"for it in range(9):\n    lr = rate(it)\n    {_RATE}lr\n", "lr = rate(it)"),
+        (f"n = 0\nfor x, y in loader:\n    {_RATE}rate(n)\n    n += 1\n", "group['lr'] = rate(n)"),
+        (
+            f"for i, (x, y) in enumerate(loader):\n    {_RATE}rate(i)\n",
+            "group['lr'] = rate(i)",
+        ),
+        (
+            f"class Training:\n  def fit(self):\n   for x, y in loader:\n    self.n += 1\n"
+            f"    lr = rate(self.n)\n    {_RATE}lr\n",
+            "lr = rate(self.n)",
+        ),
+        (
+            "def adjust(optimizer, step):\n    optimizer.param_groups[0]['lr'] = rate(step)\n"
+            "for it in range(9):\n    adjust(optimizer, it)\n",
+            "adjust(optimizer, it)",
+        ),
+    ],
+)
+def test_a_learning_rate_from_the_scripts_own_count_is_reported(loop: str, line: str) -> None:
+    source = f"{_START}{loop}    {_STEP}"
+    found = [each for each in check(source) or [] if "learning rate" in each.what]
+    assert [source.splitlines()[each.line - 1].strip() for each in found] == [line]
+    assert "loader.global_step" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"for x, y in loader:\n    {_RATE}rate(loader.global_step)\n    {_STEP}",
+        f"for x, y in loader:\n    step = loader.global_step\n    {_RATE}rate(step)\n    {_STEP}",
+        "for epoch in loader.epochs(3):\n  "
+        + f"{_RATE}rate(epoch)\n  for x, y in loader:\n    {_STEP}".replace("\n        ", "\n    "),
+        f"run = shoal.register_state(n=0)\nfor x, y in loader:\n    {_RATE}run.n\n    {_STEP}",
+        f"for i, (x, y) in enumerate(loader):\n    log(i)\n    {_RATE}0.1\n    {_STEP}",
+    ],
+)
+def test_a_learning_rate_from_the_runs_steps_or_epochs_is_not_reported(loop: str) -> None:
+    assert check(_START + loop) == []
+
+
+_AVERAGE = "torch.optim.swa_utils.AveragedModel(net)"
+_OWN_AVERAGE = "class EMA:\n    def update(self, model): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "line", "remedy"),
+    [
+        (f"ema = {_AVERAGE}\n", f"ema = {_AVERAGE}", "after `model, optimizer = shoal.as_distr"),
+        (f"{_OWN_AVERAGE}ema = EMA(net)\n", "ema = EMA(net)", "shoal.register_state(ema=ema)"),
+    ],
+)
+def test_an_average_that_is_early_or_not_registered_is_reported(
+    before: str, line: str, remedy: str
+) -> None:
+    at = "model, optimizer ="
+    source = _START.replace(at, before + at) + _LOOP + "        ema.update(model)\n"
+    found = check(source) or []
+    assert [source.splitlines()[each.line - 1] for each in found] == [line]
+    assert remedy in found[0].remedy
+    assert check(_START + f"ema = {_AVERAGE}\n" + _LOOP + "        ema.update(model)\n") == []
+    rate = "optimizer.param_groups[0]['lr'] = 0.1\n"
+    plain = source[: source.index("class" if "class" in before else "ema")].replace("shoal, ", "")
+    plain += "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+    late = f"{plain}ema = {_AVERAGE}\n{rate}{_LOOP}        ema.update(model)\n"
+    assert not any("average" in each.what for each in check(late) or [])
+    kind = "class EMA(torch.optim.swa_utils.AveragedModel): ...\n"
+    assert check(f"{_START}{kind}ema = EMA(net)\n{_LOOP}        ema.update(model)\n") == []
+    named = source.replace("\nfor epoch", "\nshoal.register_state(ema=ema)\nfor epoch")
+    assert check(named) == ([] if "class EMA" in before else found)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "gpt",
+            {
+                "ix = torch.randint(len(data) - block_size, (batch_size,))": _OWN_BATCHES,
+                "for _micro_step in range(gradient_accumulation_steps):": "gradients accumulate",
+                "iter_num = 0": "the training loop depends on iter_num",
+                "best_val_loss = 1e9": "the training loop depends on best_val_loss",
+            },
+        ),
+        (
+            "memmap",
+            {
+                "starts = rng.integers(0, len(tokens) - CONTEXT - 1, size=BATCH)": _OWN_BATCHES,
+                'group["lr"] = LR * min(1.0, (it + 1) / WARMUP)': "the learning rate depends on `",
+            },
+        ),
+        (
+            "classifier",
+            {
+                "ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))": "an average",
+                "if (i + 1) % args.accum_steps == 0 or i + 1 == len(train_loader):": "gradients a",
+                "train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)": (
+                    "the DataLoader of the training loop"
+                ),
+            },
+        ),
+    ],
+)
+def test_whole_scripts_are_reported_when_plain_and_clean_when_converted(
+    name: str, lines: dict[str, str]
+) -> None:
+    source = (_PLAIN_SCRIPTS / f"{name}.py").read_text()
+    found = {
+        source.splitlines()[each.line - 1].strip(): each.what
+        for each in check(source) or []
+        if not each.what.startswith(("print()", "torch.save()", "training loop without"))
+    }
+    for line, what in lines.items():
+        assert found.pop(line).startswith(what)
+    assert [what for what in found.values() if not what.startswith("every rank validates")] == []
+    assert check((_PLAIN_SCRIPTS / f"{name}_converted.py").read_text()) == []
 
 
 @pytest.mark.parametrize(

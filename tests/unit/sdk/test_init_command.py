@@ -257,6 +257,11 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         ),
         (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "assigned again"),
         (_MADE, f"other = model\n{_MADE}", "may keep a reference to"),
+        (
+            _MADE,
+            f"average = torch.optim.swa_utils.AveragedModel(model)\n{_MADE}",
+            "an average created above as_distributed",
+        ),
         (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),
         ("shuffle=True)", "sampler=sampler)", "sampler"),
         (_RANGE, f"first = next(iter(loader))\n{_RANGE}", "used outside of"),
@@ -339,6 +344,40 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
         ("the training loop has a break, continue or return", "break"),
     ]
     assert "micro_batch_size=" in (tmp_path / "plain_elastic.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "remedy"),
+    [
+        ("gpt", "    ix = torch.randint(", "#a-script-that-draws-its-own-batches"),
+        ("gpt", "    for _micro_step in range(", "loader.steps()"),
+        ("gpt", "iter_num = 0", "loader.global_step"),
+        ("memmap", "    starts = rng.integers(", "#a-script-that-draws-its-own-batches"),
+        ("memmap", '        group["lr"] = ', "loader.global_step"),
+        ("memmap", "for it in range(MAX_ITERS):", "loader.epochs(max_steps=n)"),
+        ("classifier", "    ema = AveragedModel(", "after `model, optimizer = shoal.as_distr"),
+        ("classifier", "            if (i + 1) % args.accum_steps == 0", "loader.steps()"),
+    ],
+)
+def test_copies_of_whole_scripts_have_comments_at_the_lines_to_change(
+    name: str, line: str, remedy: str
+) -> None:
+    plain = (Path(__file__).with_name("plain_scripts") / f"{name}.py").read_text()
+    conversion = convert(plain)
+    assert conversion is not None
+    lines = conversion.source.splitlines()
+    at = next(n for n, each in enumerate(lines) if each.startswith(line))
+    above = next(n for n in range(at, 0, -1) if not lines[n - 1].lstrip().startswith("#"))
+    assert remedy in " ".join(each.strip(" #") for each in lines[above:at])
+    assert ast.dump(ast.parse(conversion.source)) == ast.dump(ast.parse(plain))
+
+
+def test_copy_of_a_script_with_unknown_data_says_so() -> None:
+    source = _PLAIN.replace("in loader:", "in batches_of(dataset):")
+    conversion = convert(f"from mine import batches_of\n{source}")
+    assert conversion is not None
+    text = re.sub(r"\n *#     ", " ", conversion.source)
+    assert f"{MARK}cannot tell whether the ranks train on different samples" in text
 
 
 def test_marks_are_placed_above_decorators_and_multi_line_statements() -> None:

@@ -1,0 +1,173 @@
+"""Finds out where the batches of training loops come from: a loader, the script itself, or a source
+that the script does not show."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final, TypeGuard
+
+from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, PASSES_ON, Loaders
+from shoal.checking.script import Function, Loop, Script, is_no_grad, last_name, words_in
+
+_DRAWS: Final = re.compile(
+    r"torch\.(randint|randperm|multinomial)"
+    r"|numpy\.random\.(randint|random_integers|choice|permutation|shuffle)"
+    r"|random\.(sample|choice|choices|randint|randrange|shuffle)"
+)
+"""Functions that draw indices or samples."""
+_GENERATOR_DRAWS: Final = frozenset({"integers", "permutation", "permuted", "choice", "choices"})
+"""Methods of random generators that draw indices or samples."""
+_COUNTING: Final = frozenset({"range", "trange", "count", "repeat", "epochs"})
+_GETS: Final = frozenset({"get", "next", "sample", "make", "draw", "load", "fetch", "generate"})
+
+
+class Sources:
+    """Classifies what training loops take their batches from."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+        self._executed_by = {loop: [*self._executed(loop)] for loop in script.training_loops()}
+
+    def drawn_by_next(self) -> Iterator[ast.expr]:
+        """Yields the arguments of `next()` in training loops, except for `next(iter(loader))`,
+        which reads only the first batch."""
+        for nodes in self._executed_by.values():
+            for node in nodes:
+                if _is_next(node) and not isinstance(node.args[0], ast.Call):
+                    yield node.args[0]
+
+    def without_loader(self) -> Iterator[tuple[Loop, ast.AST | None]]:
+        """Yields each training loop that takes its batches from no loader of the script. Also
+        yields the expression or loop that makes the batches; None if the script does not show
+        it. Of nested loops, only the innermost is yielded."""
+        fed = [
+            nodes
+            for nodes in self._executed_by.values()
+            if any(self._loaders.of(source) for source in self._iterated(nodes))
+        ]
+        found = {
+            loop: nodes
+            for loop, nodes in self._executed_by.items()
+            if not any(loop in others for others in fed)
+        }
+        for loop, nodes in found.items():
+            if not any(other is not loop and other in nodes for other in found):
+                yield loop, self._maker(nodes)
+
+    def _executed(self, loop: Loop) -> Iterator[ast.AST]:
+        """Yields the nodes that the loop executes with gradients, including those in functions of
+        the script that it calls."""
+        followed = set[Function]()
+        left: list[ast.AST] = [loop]
+        while left:
+            node = left.pop()
+            yield node
+            if isinstance(node, ast.With) and any(
+                is_no_grad(item.context_expr) for item in node.items
+            ):
+                continue
+            left += ast.iter_child_nodes(node)
+            for function in self._script.called(node) if isinstance(node, ast.Call) else ():
+                if function not in followed and not any(map(is_no_grad, function.decorator_list)):
+                    followed.add(function)
+                    left += function.body
+
+    def _iterated(self, nodes: list[ast.AST]) -> Iterator[ast.expr]:
+        """Yields the expressions from which loops or `next()` take what they train on."""
+        for node in nodes:
+            if isinstance(node, ast.For | ast.AsyncFor) and self._script.trains(node):
+                yield node.iter
+            elif _is_next(node):
+                yield node.args[0]
+
+    def _maker(self, nodes: list[ast.AST]) -> ast.AST | None:
+        """Returns the node that makes the batches; None if there is none, or if the batches may
+        come from an object of which the script does not show how it is created."""
+        sources = [each for each in self._iterated(nodes) if not self._counts(each)]
+        generators = [function for each in sources for function in self._generators(each)]
+        if sources and not generators:
+            return None
+        inside = [part for function in generators for part in ast.walk(function)]
+        nodes = [*nodes, *inside]
+        for kind in (self._draws, self._cuts, self._gets):
+            if found := [node for node in nodes if kind(node)]:
+                return min(found, key=lambda node: getattr(node, "lineno", 0))
+        return sources[0] if sources else None
+
+    def _counts(self, source: ast.expr, followed: frozenset[str] = frozenset()) -> bool:
+        """Returns whether an iterable only counts or enumerates values in the script."""
+        if isinstance(source, ast.Call):
+            if last_name(source) in _COUNTING:
+                return True
+            passed_on = last_name(source) in PASSES_ON and source.args
+            return bool(passed_on) and self._counts(source.args[0], followed)
+        if isinstance(source, ast.Name) and source.id not in followed:
+            values = [*self._values(source.id)]
+            followed |= {source.id}
+            return bool(values) and all(self._counts(value, followed) for value in values)
+        return isinstance(source, ast.Tuple | ast.List)
+
+    def _values(self, name: str) -> Iterator[ast.expr]:
+        """Yields the expressions that the script assigns to a name."""
+        for node in self._script.of_type(ast.Assign, ast.With):
+            if isinstance(node, ast.Assign):
+                if name in (ast.unparse(target) for target in node.targets):
+                    yield node.value
+            else:
+                for item in node.items:
+                    if item.optional_vars and ast.unparse(item.optional_vars) == name:
+                        yield item.context_expr
+
+    def _generators(
+        self, source: ast.expr, followed: frozenset[str] = frozenset()
+    ) -> Iterator[Function]:
+        """Yields the generator functions of the script whose values an iterable yields."""
+        if isinstance(source, ast.Call):
+            if last_name(source) in PASSES_ON and source.args:
+                yield from self._generators(source.args[0], followed)
+            for function in self._script.called(source):
+                if any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(function)):
+                    yield function
+        elif isinstance(source, ast.Name | ast.Attribute):
+            name = ast.unparse(source)
+            if name not in followed:
+                for value in self._values(name):
+                    yield from self._generators(value, followed | {name})
+
+    def _draws(self, node: ast.AST) -> bool:
+        """Returns whether a node is a call that draws indices or samples."""
+        if not isinstance(node, ast.Call):
+            return False
+        return bool(_DRAWS.fullmatch(self._script.full_name(node.func))) or (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in _GENERATOR_DRAWS
+            and bool(words_in(node.func.value) & {"rng", "generator", "random", "rand"})
+        )
+
+    def _cuts(self, node: ast.AST) -> bool:
+        """Returns whether a node is a loop that cuts its batches out of an array, as in `for i in
+        range(0, len(x), 32): x[i : i + 32]`."""
+        if not isinstance(node, ast.For) or not self._counts(node.iter):
+            return False
+        targets = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+        return any(
+            isinstance(part, ast.Name) and part.id in targets
+            for cut in ast.walk(node)
+            if isinstance(cut, ast.Slice)
+            for part in ast.walk(cut)
+        )
+
+    def _gets(self, node: ast.AST) -> bool:
+        """Returns whether a node calls a function of the script that seems to make a batch, judged
+        by its name."""
+        if not isinstance(node, ast.Call) or not any(self._script.called(node)):
+            return False
+        words = set(re.findall(r"[a-z]+", last_name(node).lower()))
+        return bool(words & {"batch", "batches"} and words & _GETS)
+
+
+def _is_next(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and last_name(node) == "next" and bool(node.args)

@@ -1,0 +1,258 @@
+"""Finds where the optimizers of a script step: after how many batches, and which variables count
+the steps."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
+from shoal.checking.script import (
+    Function,
+    Loop,
+    Script,
+    argument,
+    assigned,
+    has_name,
+    is_name,
+    last_name,
+    words_in,
+)
+
+OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
+OPTIMIZER_WORDS: Final = frozenset({"opt", "optim", "optimizer", "optimizers"})
+_SCHEDULER_WORDS: Final = frozenset({"lr", "sched", "scheduler", "schedulers"})
+
+
+def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
+    """Yields each loop that accumulates gradients over several batches before an optimizer step,
+    together with the statement that counts the batches: the `if` that decides when to step, or the
+    loop itself, if the step comes after it."""
+    loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+    optimizers = optimizer_names(script)
+    for loop in script.of_type(ast.For, ast.AsyncFor, ast.While):
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        if _passes_before_step(script, loop, loaders, optimizers):
+            yield loop, loop
+        over_batches = not isinstance(loop, ast.While) and loaders.of(loop.iter)
+        if not over_batches and any(
+            script.loop_around(call) is not loop
+            for call in calls
+            if is_optimizer_step(call, optimizers)
+        ):
+            continue
+        steps = [
+            _counted_branch(script, call, loop)
+            for call in calls
+            if is_optimizer_step(call, optimizers)
+        ]
+        passes = {
+            _counted_branch(script, call, loop) for call in calls if last_name(call) == "backward"
+        }
+        if steps and steps[0] and None not in steps and passes - set(steps):
+            yield loop, steps[0][0]
+
+
+def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers: set[str]) -> bool:
+    """Returns whether a loop is repeated a number of times, as in `for i in range(n)`, and runs a
+    backward pass each time, and the optimizer steps after it. A loop that divides a loader's batch
+    is not meant."""
+    around = script.loop_around(loop)
+    if (
+        not isinstance(loop, ast.For)
+        or last_name(loop.iter) not in ("range", "trange", "tqdm")
+        or any(
+            isinstance(above, ast.For) and loaders.of(above.iter) for above in script.above(loop)
+        )
+    ):
+        return False
+    within = around if around is not None else script.scope(loop)
+    passes = steps_later = False
+    for call in (node for node in ast.walk(within or loop) if isinstance(node, ast.Call)):
+        inside = loop in script.above(call)
+        if is_optimizer_step(call, optimizers):
+            if inside:
+                return False
+            steps_later = steps_later or (
+                call.lineno > loop.lineno and script.loop_around(call) is around
+            )
+        elif inside and last_name(call) == "backward":
+            passes = passes or script.loop_around(call) is loop
+    return passes and steps_later
+
+
+def _counted_branch(script: Script, node: ast.AST, loop: Loop) -> tuple[ast.If, bool] | None:
+    """Returns the outermost `if` statement that decides, from a count of batches, whether an
+    iteration of the loop executes `node`. Also returns the outcome of its test, True or False, with
+    which `node` is executed. Returns None if every iteration executes `node`."""
+    found = None
+    below = node
+    for above in (*script.until(node, loop), loop):
+        if isinstance(above, ast.If) and below is not above.test and _counts(above.test, loop):
+            found = (above, below in above.body)
+        for block in (getattr(above, name, None) for name in ("body", "orelse")):
+            if isinstance(block, list) and below in block:
+                for before in block[: block.index(below)]:
+                    if (
+                        isinstance(before, ast.If)
+                        and isinstance(before.body[-1], ast.Continue)
+                        and _counts(before.test, loop)
+                    ):
+                        found = (before, False)
+        below = above
+    return found
+
+
+def _counts(test: ast.expr, loop: Loop) -> bool:
+    """Returns whether a condition depends on a count of iterations: it uses a remainder, or it
+    compares a variable that the loop increments."""
+    counters = {
+        ast.unparse(node.target)
+        for node in loop.body
+        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant)
+    }
+    remainders = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Assign)
+        for name, value in assigned(node)
+        if _has_remainder(value)
+    }
+    return (
+        _has_remainder(test)
+        or any(has_name(test, name) for name in remainders)
+        or (isinstance(test, ast.Compare) and any(has_name(test, name) for name in counters))
+    )
+
+
+def _has_remainder(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Mod) for part in ast.walk(node))
+
+
+def is_optimizer_step(call: ast.Call, optimizers: set[str]) -> bool:
+    """Returns whether a call is the step of an optimizer, or that of a GradScaler."""
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "step"
+        and any(
+            ast.unparse(part) in optimizers
+            or (words_in(part) & OPTIMIZER_WORDS and not words_in(part) & _SCHEDULER_WORDS)
+            for part in (call.func.value, *call.args)
+        )
+    )
+
+
+def created_optimizers(script: Script) -> list[ast.Assign]:
+    """Returns the assignments that create a torch optimizer."""
+    return [
+        node
+        for node in script.of_type(ast.Assign)
+        if isinstance(node.value, ast.Call)
+        and OPTIMIZERS.fullmatch(script.full_name(node.value.func))
+    ]
+
+
+def optimizer_names(script: Script) -> set[str]:
+    """Returns the names of the optimizers that the script creates or gets from as_distributed."""
+    made = [target for node in created_optimizers(script) for target in node.targets]
+    for node in script.of_type(ast.Assign):
+        if isinstance(node.value, ast.Call) and last_name(node.value).startswith("as_distributed"):
+            for target in node.targets:
+                made += target.elts[1:] if isinstance(target, ast.Tuple) else []
+    return {ast.unparse(target) for target in made}
+
+
+def counters(
+    script: Script, value: ast.AST, followed: frozenset[ast.AST] = frozenset()
+) -> Iterator[ast.Name | ast.Attribute]:
+    """Yields the variables in an expression that count steps of a training loop: names, and
+    attributes of `self`. Also yields those on which the values of the other names depend."""
+    for part in ast.walk(value):
+        if (
+            isinstance(part, ast.Attribute)
+            and is_name(part.value, "self")
+            and _increments(script, script.of_type(ast.For, ast.While), ast.unparse(part))
+        ):
+            yield part
+    for name in (part for part in ast.walk(value) if isinstance(part, ast.Name)):
+        scope = script.scope(name)
+        if _counts_steps(script, scope, name.id):
+            yield name
+            continue
+        for origin in _origins(script, scope, name.id):
+            if origin not in followed:
+                yield from counters(script, origin, followed | {origin})
+
+
+def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
+    """Returns whether a variable counts the steps of a training loop: the loop increments it, or
+    takes it from a `range` or from `enumerate`. The number of an epoch is not meant."""
+    for loop in script.of_type(ast.For, ast.While):
+        if script.scope(loop) is not scope or not script.trains(loop):
+            continue
+        if isinstance(loop, ast.For) and has_name(loop.target, name):
+            over = loop.iter
+            while isinstance(over, ast.Call) and last_name(over) == "tqdm" and over.args:
+                over = over.args[0]
+            if last_name(over) == "enumerate":
+                assert isinstance(over, ast.Call)
+                first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
+                return first is not None and is_name(first, name) and _steps_in(script, loop)
+            return last_name(over) in ("range", "trange", "count") and _steps_in(script, loop)
+        if _increments(script, [loop], name):
+            return True
+    return False
+
+
+def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
+    """Returns whether one of the loops increments a counter with each step."""
+    return any(
+        isinstance(node, ast.AugAssign)
+        and ast.unparse(node.target) == counter
+        and isinstance(node.value, ast.Constant)
+        and (around := script.loop_around(node)) is not None
+        and _steps_in(script, around)
+        for loop in loops
+        for node in ast.walk(loop)
+    )
+
+
+def _steps_in(script: Script, loop: Loop) -> bool:
+    """Returns whether each iteration of a loop takes a step, rather than an epoch of steps."""
+    optimizers = optimizer_names(script)
+    return any(
+        script.loop_around(call) is loop
+        and (
+            is_optimizer_step(call, optimizers)
+            or any(
+                script.trains(function) and not any(map(script.trains, _loops_in(function)))
+                for function in script.called(call)
+            )
+        )
+        for call in ast.walk(loop)
+        if isinstance(call, ast.Call)
+    )
+
+
+def _loops_in(node: ast.AST) -> Iterator[Loop]:
+    return (part for part in ast.walk(node) if isinstance(part, Loop))
+
+
+def _origins(script: Script, scope: Function | None, name: str) -> Iterator[ast.AST]:
+    """Yields the expressions whose values a variable of a scope may have."""
+    for made in script.of_type(ast.Assign, ast.AnnAssign):
+        if script.scope(made) is scope:
+            yield from (value for each, value in assigned(made) if each == name)
+    if scope is None:
+        return
+    names = [each.arg for each in (*scope.args.posonlyargs, *scope.args.args)]
+    names = names[1:] if names[:1] == ["self"] else names
+    if name not in names:
+        return
+    for call in script.calls():
+        if scope in script.called(call):
+            value = argument(call, names.index(name), name)
+            if value is not None:
+                yield value

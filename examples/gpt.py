@@ -143,26 +143,19 @@ def parse(arguments):
 
 
 def train(model, optimizer, scheduler, loader, options):
-    """Trains for `options.steps` steps, in as many epochs as necessary. Returns the last loss in
-    bits per byte."""
-    loss = torch.tensor(math.nan)
-    for _ in loader.epochs(math.ceil(options.steps / len(loader))):
+    """Trains for `options.steps` steps, in as many epochs as necessary."""
+    for _ in loader.epochs(max_steps=options.steps):
         for x, y in loader:
             loss = model.train_step(x.to(shoal.device()), y.to(shoal.device()), cross_entropy)
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            scheduler.step()
+            if optimizer.step():
+                scheduler.step()
+                if loader.global_step % 20 == 0:
+                    bits = loss.item() / math.log(2)
+                    shoal.print_once(f"step {loader.global_step}: {bits:.2f} bits per byte")
             optimizer.zero_grad()
-            if shoal.is_main_process() and loader.global_step % 20 == 0:
-                print(
-                    f"step {loader.global_step}: {loss.item() / math.log(2):.2f} bits per byte",
-                    flush=True,
-                )
             if options.checkpoints:
                 shoal.save_checkpoint(options.checkpoints, every_steps=50)
-            if loader.global_step >= options.steps:
-                return loss.item() / math.log(2)
-    return loss.item() / math.log(2)
 
 
 def main(arguments=None):
@@ -179,7 +172,6 @@ def main(arguments=None):
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 3e-3, total_steps=options.steps + 1, cycle_momentum=False
     )
-    shoal.register_state(scheduler=scheduler)
     size = {"batch_size" if options.strategy == "async_sgd" else "global_batch_size": options.batch}
     loader = shoal.ElasticDataLoader(Source(options.length, held_out=False), **size)
     held_out = Source(options.length, held_out=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-_DEADLINE_S = 120.0
+_DEADLINE_S = 300.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(

@@ -12,7 +12,7 @@ import pytest
 _ROOT = Path(__file__).parents[3]
 _SCRIPTS = {
     str(path.relative_to(_ROOT)): path.read_text()
-    for path in sorted((_ROOT / "examples").glob("*.py"))
+    for path in sorted((_ROOT / "examples").glob("**/*.py"))
     if path.name != "train_plain.py"
 }
 _PAGES = [

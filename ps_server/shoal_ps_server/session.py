@@ -25,7 +25,6 @@ from typing import Final, Protocol
 import grpc
 import grpc.aio
 from shoal_common.backoff import Backoff
-from shoal_common.clients.coordinator import WELCOME_LIMIT
 from shoal_common.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -48,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 3.0
+_WELCOME_LIMIT: Final = timedelta(seconds=10)
+"""Maximum time for a coordinator to respond to a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
 """Maximum wait until this server is registered, for a request that needs the shard map."""
 _PERMANENT: Final = (
@@ -397,12 +398,12 @@ class CoordinatorSession:
 
     async def _welcome(self, call: grpc.aio.StreamStreamCall) -> coordinator_pb2.ServerWelcome:
         try:
-            async with asyncio.timeout(WELCOME_LIMIT.total_seconds()):
+            async with asyncio.timeout(_WELCOME_LIMIT.total_seconds()):
                 first = await call.read()
         except TimeoutError as error:
             raise UnavailableError(
                 f"the coordinator at {self._settings.address} sent no welcome within "
-                f"{WELCOME_LIMIT.total_seconds():g} s",
+                f"{_WELCOME_LIMIT.total_seconds():g} s",
                 reason="WELCOME_TIMEOUT",
             ) from error
         if first is grpc.aio.EOF or first.WhichOneof("directive") != "welcome":

@@ -22,8 +22,6 @@ ResponseT = TypeVar("ResponseT")
 
 
 _RENEW_EVERY_S: Final = 0.5
-_SLICES: Final = 10
-"""Number of slices into which the wait for a first response is divided."""
 
 
 class Caller:
@@ -31,8 +29,7 @@ class Caller:
     progress.
 
     If the server's address contains a host name (`is_name`) and a call does not reach the server,
-    later calls use a new channel. The same happens at any address if a stream's first response is
-    late. Calls in progress stay on the old channel.
+    later calls use a new channel. Calls in progress stay on the old one.
     """
 
     def __init__(
@@ -77,25 +74,15 @@ class Caller:
             return answer
 
     def stream(
-        self,
-        method: str,
-        request: Any,
-        response: type[ResponseT],
-        deadline: timedelta | None,
-        *,
-        first_within: timedelta | None = None,
+        self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
     ) -> ResponseStream[ResponseT]:
         """Makes a call with a stream of responses. Without a `deadline`, the stream may stay open
-        indefinitely; keepalive pings detect a lost server.
-
-        `first_within`: maximum time until the first response, including the time to connect. After
-        that, the stream raises UnavailableError with reason WELCOME_TIMEOUT. None: no maximum.
-        """
+        indefinitely; keepalive pings detect a lost server."""
         with self.errors(method):
             call = getattr(self.stub, method)(
                 request, timeout=None if deadline is None else deadline.total_seconds()
             )
-        stream: ResponseStream[ResponseT] = ResponseStream(call, self, method, first_within)
+        stream: ResponseStream[ResponseT] = ResponseStream(call, self, method)
         with self._lock:
             self._streams.add(stream)
             closed = self._closed
@@ -126,24 +113,18 @@ class Caller:
                     f"{call}: this client was closed", reason="CLIENT_CLOSED"
                 ) from error
             if isinstance(error, grpc.RpcError):
-                if self._renews and is_unreachable(error):
-                    self.renew()
+                if is_unreachable(error):
+                    self._renew()
                 raise from_rpc_error(error, call=call) from error
             raise
 
-    def late(self, method: str, limit: timedelta) -> UnavailableError:
-        """Makes later calls use a new channel, because a first response is late. Returns the error
-        to raise."""
-        self.renew()
-        return UnavailableError(
-            f"{method} at {self._settings.address}: no response within {limit.total_seconds():g} s",
-            reason="WELCOME_TIMEOUT",
-        )
-
-    def renew(self) -> None:
-        """Makes later calls use a new channel, unless the current one was created just now."""
+    def _renew(self) -> None:
         with self._lock:
-            if not self._closed and time.monotonic() - self._made_at >= _RENEW_EVERY_S:
+            if (
+                self._renews
+                and not self._closed
+                and time.monotonic() - self._made_at >= _RENEW_EVERY_S
+            ):
                 self._channel = channel(self._settings, interceptors=self._interceptors)
                 self._made_at = time.monotonic()
                 self.stub = self._make_stub(self._channel)
@@ -161,21 +142,11 @@ class ResponseStream(Generic[ResponseT]):
     """Responses of a streaming call. Must be iterated over by one thread. `cancel()` ends the
     iteration without an error and may be called from any thread."""
 
-    def __init__(
-        self, call: Any, caller: Caller, method: str, first_within: timedelta | None
-    ) -> None:
+    def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call
         self._caller = caller
         self._method = method
         self._cancelled = False
-        self._first = threading.Event()
-        """Set once a response or an error has arrived."""
-        self._late: timedelta | None = None
-        """The limit that the first response has exceeded, or None."""
-        if first_within is not None:
-            threading.Thread(
-                target=self._limit, args=(first_within,), name="shoal-welcome", daemon=True
-            ).start()
 
     def __iter__(self) -> Self:
         return self
@@ -187,21 +158,8 @@ class ResponseStream(Generic[ResponseT]):
             except grpc.RpcError:
                 if self._cancelled:
                     raise StopIteration from None
-                if self._late is not None:
-                    raise self._caller.late(self._method, self._late) from None
                 raise
-            finally:
-                self._first.set()
             return response
-
-    def _limit(self, limit: timedelta) -> None:
-        # in slices, because a response may have arrived unread while the whole process was
-        # suspended; such a pause counts as one slice
-        for _ in range(_SLICES):
-            if self._first.wait(limit.total_seconds() / _SLICES):
-                return
-        self._late = limit
-        self._call.cancel()
 
     def end(self) -> None:
         """Aborts the call: the iterating thread raises a ShoalError."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
@@ -24,11 +24,6 @@ from shoal_common.clients.calls import Caller, ResponseStream
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import Obstacle
 from shoal_common.security.authentication import MEMBER_KEY
-
-WELCOME_LIMIT: Final = timedelta(seconds=15)
-"""Maximum time for the coordinator to accept or refuse a session, including the time to connect. A
-restarted coordinator gives each member a full lease (30 s by default) to return, so an attempt that
-gets stuck, such as a connection whose packets are lost, must end long before that."""
 
 
 class CoordinatorClient:
@@ -189,11 +184,8 @@ class CoordinatorClient:
         self, messages: Iterator[pb.MemberMessage]
     ) -> ResponseStream[pb.MemberDirective]:
         """Opens a member's session. gRPC iterates over `messages` on its own thread; the iterator
-        may block, but must end when the stream has ended. Raises UnavailableError with reason
-        WELCOME_TIMEOUT if the welcome does not arrive within WELCOME_LIMIT."""
-        return self._caller.stream(
-            "JoinSession", messages, pb.MemberDirective, None, first_within=WELCOME_LIMIT
-        )
+        may block, but must end when the stream has ended."""
+        return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
     def get_ranks(
         self,

@@ -52,9 +52,11 @@ class ChannelSettings:
     deadline: timedelta = timedelta(seconds=10)
     """Default deadline of a client's unary calls."""
 
-    keepalive: timedelta = timedelta(seconds=20)
+    keepalive: timedelta = timedelta(seconds=10)
     """Time without traffic after which a ping is sent, to detect a peer that has vanished without
-    closing the connection."""
+    closing the connection. With `keepalive_timeout`, this must be well below a lease (30 s): a
+    restarted coordinator gives each member one lease to return, and a member's new connection may
+    fail as well."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
     """Maximum time for the response to a ping. After that, the connection is closed."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from datetime import timedelta
 
 import grpc
@@ -228,44 +226,6 @@ def test_port_without_a_listener_is_unavailable_at_once():
             pytest.raises(UnavailableError, match=f"GetJob at {address}: "),
         ):
             client.get_job("mnist")
-
-
-def test_session_without_a_welcome_ends_and_the_next_one_uses_a_new_connection(monkeypatch):
-    monkeypatch.setattr("shoal_common.clients.coordinator.WELCOME_LIMIT", timedelta(seconds=0.6))
-    with socket.socket() as listener, ExitStack() as connections:
-        listener.settimeout(60)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with CoordinatorClient(ChannelSettings(address=address)) as client:
-            for _ in range(2):
-                ended = threading.Event()
-                with pytest.raises(
-                    UnavailableError, match=f"JoinSession at {address}: no resp"
-                ) as r:
-                    next(client.join_session(_messages_until(ended)))
-                ended.set()
-                assert r.value.reason == "WELCOME_TIMEOUT"
-                connections.enter_context(listener.accept()[0])
-
-
-def _messages_until(ended):
-    yield pb.MemberMessage(ready=pb.Ready())
-    ended.wait()
-
-
-def test_session_with_a_welcome_outlives_the_limit_of_its_first_message(serve, monkeypatch):
-    monkeypatch.setattr("shoal_common.clients.coordinator.WELCOME_LIMIT", timedelta(seconds=0.5))
-    messages = queue.SimpleQueue()
-    with serve(Flaky(0)).client() as client:
-        directives = client.join_session(iter(messages.get, None))
-        messages.put(pb.MemberMessage(ready=pb.Ready()))
-        next(directives)
-        time.sleep(1.0)
-        messages.put(pb.MemberMessage(ready=pb.Ready()))
-        next(directives)
-        messages.put(None)
-        assert list(directives) == []
 
 
 # ------------------------------------------------------------------------------ streams and closing

@@ -10,6 +10,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import ServerSettings
 from shoal_common.security.authentication import TlsSettings, TokenTable
+from shoal_coordinator.membership.model.spec import DEFAULT_LEASE_MS
 
 TLS = TlsSettings(certificate=Path("c.pem"), key=Path("k.pem"))
 TOKENS = TokenTable({"t": "admin"})
@@ -64,3 +65,9 @@ def test_server_reachable_by_others_requires_tls_and_tokens_or_explicit_consent(
 def test_invalid_server_settings_are_refused(wrong, named):
     with pytest.raises(ConfigurationError, match=named):
         ServerSettings(**{"listen": "127.0.0.1:0", **wrong})
+
+
+def test_dead_connection_is_detected_well_before_a_lease_ends():
+    settings = ChannelSettings(address="coordinator:7000")
+    lease = timedelta(milliseconds=DEFAULT_LEASE_MS)
+    assert settings.keepalive + settings.keepalive_timeout <= 0.7 * lease

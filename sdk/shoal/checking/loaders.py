@@ -20,6 +20,11 @@ PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "i
 """Names of functions that iterate over their first argument."""
 
 
+def all_loaders(script: Script) -> Loaders:
+    """Returns the DataLoaders and ElasticDataLoaders of a script, for `Script.once`."""
+    return Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+
+
 class Loaders:
     """Maps names in each scope to the loaders that they may refer to."""
 

@@ -216,7 +216,7 @@ def _output(script: Script) -> Iterator[Finding]:
 
 
 def _data(script: Script) -> Iterator[Finding]:
-    loaders = Loaders(script)
+    loaders = script.once(Loaders)
     for loop, plain in loaders.plain_loops():
         if script.trains(loop):
             for loader in plain:
@@ -227,7 +227,7 @@ def _data(script: Script) -> Iterator[Finding]:
                 "every rank validates the entire dataset, which is as slow as on one rank",
                 "shoal.evaluate(model, loader, fn), where fn(model, batch) returns sums",
             )
-    for source in Sources(script).drawn_by_next():
+    for source in script.once(Sources).drawn_by_next():
         for loader in loaders.of(source) - loaders.dealt:
             yield _plain_loader(loader)
 
@@ -252,7 +252,7 @@ def _plain_loader(loader: ast.Call) -> Finding:
 
 
 def _sources(script: Script) -> Iterator[Finding]:
-    for loop, maker in Sources(script).without_loader():
+    for loop, maker in script.once(Sources).without_loader():
         if maker is None:
             yield _finding(
                 loop,

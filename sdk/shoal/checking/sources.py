@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, TypeGuard
 
-from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, PASSES_ON, Loaders
+from shoal.checking.loaders import PASSES_ON, all_loaders
 from shoal.checking.script import Function, Loop, Script, is_no_grad, last_name, words_in
 
 _DRAWS: Final = re.compile(
@@ -28,7 +28,7 @@ class Sources:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+        self._loaders = script.once(all_loaders)
         self._executed_by = {loop: [*self._executed(loop)] for loop in script.training_loops()}
 
     def drawn_by_next(self) -> Iterator[ast.expr]:

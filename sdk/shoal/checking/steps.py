@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
+from shoal.checking.loaders import Loaders, all_loaders
 from shoal.checking.script import (
     Function,
     Loop,
@@ -30,8 +30,8 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
     """Yields each loop that accumulates gradients over several batches before an optimizer step,
     together with the statement that counts the batches: the `if` that decides when to step, or the
     loop itself, if the step comes after it."""
-    loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
-    optimizers = optimizer_names(script)
+    loaders = script.once(all_loaders)
+    optimizers = script.once(optimizer_names)
     for loop in script.of_type(ast.For, ast.AsyncFor, ast.While):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         if _passes_before_step(script, loop, loaders, optimizers):
@@ -58,7 +58,7 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
 def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers: set[str]) -> bool:
     """Returns whether a loop is repeated a number of times, as in `for i in range(n)`, and runs a
     backward pass each time, and the optimizer steps after it. A loop that divides a loader's batch
-    is not meant."""
+    does not count."""
     around = script.loop_around(loop)
     if (
         not isinstance(loop, ast.For)
@@ -188,7 +188,7 @@ def counters(
 
 def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
     """Returns whether a variable counts the steps of a training loop: the loop increments it, or
-    takes it from a `range` or from `enumerate`. The number of an epoch is not meant."""
+    takes it from a `range` or from `enumerate`. The number of an epoch does not count."""
     for loop in script.of_type(ast.For, ast.While):
         if script.scope(loop) is not scope or not script.trains(loop):
             continue
@@ -221,7 +221,7 @@ def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
 
 def _steps_in(script: Script, loop: Loop) -> bool:
     """Returns whether each iteration of a loop takes a step, rather than an epoch of steps."""
-    optimizers = optimizer_names(script)
+    optimizers = script.once(optimizer_names)
     return any(
         script.loop_around(call) is loop
         and (

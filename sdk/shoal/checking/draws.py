@@ -16,6 +16,10 @@ _DRAWS: Final = re.compile(
     r"|random\.(sample|choice|choices|randint|randrange|shuffle)"
 )
 """Functions that draw indices or samples."""
+_DRAWS_OF_LIST: Final = frozenset(
+    {"random.sample", "random.choice", "random.choices", "random.shuffle"}
+)
+"""Functions that draw from the elements of their argument."""
 _GENERATOR_DRAWS: Final = frozenset({"integers", "permutation", "permuted", "choice", "choices"})
 """Methods of random generators that draw indices or samples."""
 _SELECTS: Final = frozenset({"index_select", "take", "Subset", "__getitem__"})
@@ -40,8 +44,8 @@ class Draws:
         """Returns the data from which a node draws samples; None if it draws none."""
         if not isinstance(node, ast.Call) or not self._is_draw(node):
             return None
-        full_name = self._script.full_name(node.func)
-        if full_name.startswith("random.") and node.args and self._is_samples(node.args[0]):
+        of_list = self._script.full_name(node.func) in _DRAWS_OF_LIST and node.args
+        if of_list and self._is_samples(node.args[0]):
             if last_name(node) == "shuffle":
                 return node.args[0] if self._is_cut_or_iterated(node.args[0]) else None
             if self._is_passed_on(node):

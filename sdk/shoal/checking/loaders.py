@@ -159,6 +159,8 @@ class Loaders:
             self._add(self._script.scope(target), target, self.of(value))
 
     def _pass_arguments(self, call: ast.Call) -> None:
+        if not any(map(self.of, (*call.args, *(each.value for each in call.keywords)))):
+            return
         for function in self._script.called(call):
             names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
             if names[:1] == ["self"]:

@@ -136,7 +136,7 @@ class Sources:
         if isinstance(source, ast.Call):
             if last_name(source) in _COUNTING:
                 return True
-            passed_on = last_name(source) in PASSES_ON and source.args
+            passed_on = last_name(source) in (*PASSES_ON, "list", "reversed") and source.args
             return bool(passed_on) and self.counts(source.args[0], followed)
         if isinstance(source, ast.Name) and source.id not in followed:
             values = [*self._values(source.id)]

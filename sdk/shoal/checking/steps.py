@@ -34,6 +34,8 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
     loaders = script.once(all_loaders)
     optimizers = script.once(optimizer_names)
     for loop in script.of_type(ast.For, ast.AsyncFor, ast.While):
+        if not script.trains(loop):
+            continue
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         if _passes_before_step(script, loop, loaders, optimizers):
             yield loop, loop

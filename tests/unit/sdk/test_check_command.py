@@ -544,6 +544,10 @@ _RATE = "for group in optimizer.param_groups:\n        group['lr'] = "
         (f"for it in range(9):\n    lr = rate(it)\n    {_RATE}lr\n", "lr = rate(it)"),
         (f"n = 0\nfor x, y in loader:\n    {_RATE}rate(n)\n    n += 1\n", "group['lr'] = rate(n)"),
         (
+            f"n = 0\nfor x, y in loader:\n    {_RATE}rate(n)\n    n = n + 1\n",
+            "group['lr'] = rate(n)",
+        ),
+        (
             f"for i, (x, y) in enumerate(loader):\n    {_RATE}rate(i)\n",
             "group['lr'] = rate(i)",
         ),

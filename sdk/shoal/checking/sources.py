@@ -15,15 +15,13 @@ from shoal.checking.script import Function, Loop, Script, is_no_grad, last_name,
 
 _COUNTING: Final = frozenset({"range", "trange", "count", "repeat", "epochs"})
 _GETS: Final = frozenset({"get", "next", "sample", "make", "draw", "load", "fetch", "generate"})
-
-
 _FILLS: Final = frozenset({"append", "appendleft", "extend", "add", "push", "insert"})
 """Methods that add samples to a buffer."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the batches of a training loop come from that no loader feeds."""
+    """Where a training loop that no loader feeds takes its batches from."""
 
     loop: Loop
     made_by: ast.AST | None
@@ -54,9 +52,10 @@ class Sources:
         the script. Of nested loops, only the one that takes the batches is considered, or the
         innermost. Loops over `loader.epochs(n)` are left out if the script does not make their
         batches, because only Shoal's loaders have this method."""
+        executed = {loop: {*nodes} for loop, nodes in self._executed_by.items()}
         fed = [
-            nodes
-            for nodes in self._executed_by.values()
+            executed[loop]
+            for loop, nodes in self._executed_by.items()
             if any(self._loaders.of(source) for source in self._iterated(nodes))
         ]
         found = {
@@ -71,14 +70,14 @@ class Sources:
             and all(map(self.counts, self._iterated(self._executed_by[inner])))
             and any(
                 outer is not inner
-                and inner in self._executed_by[outer]
+                and inner in executed[outer]
                 and not all(map(self.counts, self._iterated(self._executed_by[outer])))
                 for outer in found
             )
         }
-        by_epochs = [nodes for nodes in self._executed_by.values() if _over_epochs(nodes)]
+        by_epochs = [executed[loop] for loop in executed if _over_epochs(loop)]
         for loop, origin in found.items():
-            inside = {*self._executed_by[loop]} & (found.keys() - takes_none - {loop})
+            inside = executed[loop] & (found.keys() - takes_none - {loop})
             if loop in takes_none or inside:
                 continue
             if origin.made_by is not None or not any(loop in nodes for nodes in by_epochs):
@@ -111,10 +110,12 @@ class Sources:
                 yield node.args[0]
 
     def _origin(self, loop: Loop, nodes: list[ast.AST]) -> Origin:
+        """Returns where the batches come from; `made_by` is None if they may come from an object of
+        which the script does not show how it is created."""
         sources = [each for each in self._iterated(nodes) if not self.counts(each)]
         generators = [function for each in sources for function in self._generators(each)]
         if sources and not generators:
-            return Origin(loop, None)  # an object of which the script does not show the creation
+            return Origin(loop, None)
         nodes = [*nodes, *(part for function in generators for part in ast.walk(function))]
         draws = {node: data for node in nodes if (data := self._draws.selected_by(node))}
         if any(map(_steps_environment, nodes)):
@@ -201,9 +202,8 @@ def _first(nodes: Iterable[ast.AST]) -> ast.AST | None:
     return min(nodes, key=lambda node: getattr(node, "lineno", 0), default=None)
 
 
-def _over_epochs(nodes: list[ast.AST]) -> bool:
+def _over_epochs(loop: Loop) -> bool:
     """Returns whether a loop is over `loader.epochs(n)`."""
-    loop = nodes[0]
     return isinstance(loop, ast.For) and any(
         isinstance(part, ast.Call)
         and isinstance(part.func, ast.Attribute)

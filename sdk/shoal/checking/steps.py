@@ -93,6 +93,7 @@ def _is_counted(loop: Loop) -> bool:
 
 def _outer_loops(script: Script, loop: Loop) -> Iterator[Loop]:
     """Yields the loops that execute a loop, including those that call its function."""
+    callers = script.once(_callers)
     left: list[ast.AST] = [loop]
     followed = set[ast.AST]()
     while left:
@@ -101,7 +102,7 @@ def _outer_loops(script: Script, loop: Loop) -> Iterator[Loop]:
                 yield above
             elif isinstance(above, Function) and above not in followed:
                 followed.add(above)
-                left += script.once(_callers).get(above, ())
+                left += callers.get(above, ())
 
 
 def _callers(script: Script) -> dict[Function, list[ast.Call]]:

@@ -458,6 +458,7 @@ def test_loops_over_epochs_of_a_loader_need_no_notice(batches: str) -> None:
     assert check(f"{source}        optimizer.step()\n") == []
     without_epochs = source.replace("train.epochs(3)", "range(3)")
     found = check(f"{without_epochs}        optimizer.step()\n") or []
+    assert found
     assert all("does not see" in each.what and not each.certain for each in found)
 
 

@@ -21,7 +21,7 @@ _FILLS: Final = frozenset({"append", "appendleft", "extend", "add", "push", "ins
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a training loop that no loader feeds takes its batches from."""
+    """Source of the batches of a training loop that no loader feeds."""
 
     loop: Loop
     made_by: ast.AST | None

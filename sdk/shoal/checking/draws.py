@@ -28,6 +28,8 @@ _SCHEDULES: Final = frozenset(
     {"alpha", "alphas", "beta", "betas", "sigma", "sigmas", "sqrt", "cumprod", "schedule", "noise"}
 )
 """Words in the names of tables that a diffusion model indexes with its steps."""
+_TIMES: Final = frozenset({"t", "ts", "tau", "time", "times", "timestep", "timesteps"})
+"""Words in the names of these steps."""
 
 
 class Draws:
@@ -146,11 +148,12 @@ class Draws:
 
     def _selects_samples(self, indexed: ast.Subscript, index: ast.AST) -> bool:
         """Returns whether an index selects samples: it is the first one, and the indexed object is
-        not a schedule."""
+        not a schedule, nor is the index a time."""
         first = indexed.slice.elts[0] if isinstance(indexed.slice, ast.Tuple) else indexed.slice
         return (
             isinstance(indexed.ctx, ast.Load)
             and not words_in(indexed.value) & _SCHEDULES
+            and not words_in(index) & _TIMES
             and any(part is index for part in ast.walk(first))
         )
 

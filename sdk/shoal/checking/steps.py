@@ -181,7 +181,11 @@ def incremented(node: ast.AST) -> str | None:
             (node.value.left, node.value.right),
             (node.value.right, node.value.left),
         ):
-            if isinstance(other, ast.Constant) and ast.unparse(one) == name:
+            if (
+                isinstance(one, ast.Name | ast.Attribute)
+                and isinstance(other, ast.Constant)
+                and ast.unparse(one) == name
+            ):
                 return name
     return None
 

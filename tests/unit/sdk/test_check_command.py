@@ -385,7 +385,7 @@ def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> Non
         f"import mine\nfor x, y in mine.batches:\n    t = torch.randint(9, (8,))\n    {_STEP}",
         f"x, y = everything()\nfor it in range(9):\n    {_STEP}",
         "x, y = everything()\nfor it in range(9):\n    t = torch.randint(0, 1000, (8,))\n"
-        f"    noised = alphas[t] * x + net(t)\n    {_STEP}",
+        f"    noised = alphas[t] * x + table[t] * net(t)\n    {_STEP}",
         "import random\nx, y = everything()\nfor it in range(9):\n"
         f"    if random.choice([True, False]):\n        x = -x\n    {_STEP}",
         "import random\nsizes = [8, 16]\nx, y = everything()\nfor it in range(9):\n"

@@ -20,6 +20,11 @@ PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "i
 """Names of functions that iterate over their first argument."""
 
 
+def all_loaders(script: Script) -> Loaders:
+    """Returns the DataLoaders and ElasticDataLoaders of a script, for `Script.once`."""
+    return Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+
+
 class Loaders:
     """Maps names in each scope to the loaders that they may refer to."""
 
@@ -154,6 +159,8 @@ class Loaders:
             self._add(self._script.scope(target), target, self.of(value))
 
     def _pass_arguments(self, call: ast.Call) -> None:
+        if not any(map(self.of, (*call.args, *(each.value for each in call.keywords)))):
+            return
         for function in self._script.called(call):
             names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
             if names[:1] == ["self"]:

@@ -216,7 +216,7 @@ def _output(script: Script) -> Iterator[Finding]:
 
 
 def _data(script: Script) -> Iterator[Finding]:
-    loaders = Loaders(script)
+    loaders = script.once(Loaders)
     for loop, plain in loaders.plain_loops():
         if script.trains(loop):
             for loader in plain:
@@ -227,7 +227,7 @@ def _data(script: Script) -> Iterator[Finding]:
                 "every rank validates the entire dataset, which is as slow as on one rank",
                 "shoal.evaluate(model, loader, fn), where fn(model, batch) returns sums",
             )
-    for source in Sources(script).drawn_by_next():
+    for source in script.once(Sources).drawn_by_next():
         for loader in loaders.of(source) - loaders.dealt:
             yield _plain_loader(loader)
 
@@ -252,22 +252,31 @@ def _plain_loader(loader: ast.Call) -> Finding:
 
 
 def _sources(script: Script) -> Iterator[Finding]:
-    for loop, maker in Sources(script).without_loader():
-        if maker is None:
+    for origin in script.once(Sources).without_loader():
+        if origin.collected:
             yield _finding(
-                loop,
-                "cannot tell whether the ranks train on different samples, because no DataLoader "
-                "or ElasticDataLoader of this script feeds the training loop",
+                origin.made_by or origin.loop,
+                "each rank trains on samples that it collects itself, and Shoal averages the "
+                "ranks' gradients",
+                "none, if the ranks are to collect different samples; samples that the script "
+                "keeps are lost with a worker, and a worker that joins later starts without them",
+                certain=False,
+            )
+        elif origin.made_by is None:
+            yield _finding(
+                origin.loop,
+                "cannot tell whether the ranks train on different samples, because `shoal check` "
+                "does not see a DataLoader or ElasticDataLoader that feeds the training loop",
                 "a shoal.ElasticDataLoader, unless another module already creates the loop's "
                 "batches with one: docs/guides/data-sources.md",
                 certain=False,
             )
         else:
             yield _finding(
-                maker,
-                "the script makes its own batches, which Shoal does not deal to the ranks: they "
-                "train on the same samples or on arbitrary ones, and a step that is retried "
-                "trains on others",
+                origin.made_by,
+                "the script makes its own batches, which Shoal does not distribute to the ranks: "
+                "they train on the same samples or on arbitrary ones, and a step that is retried "
+                "trains on other samples",
                 "a Dataset that returns one sample for an index, and `for batch in loader:`, where "
                 "loader is a shoal.ElasticDataLoader(dataset, global_batch_size=...): "
                 "docs/guides/accumulation.md#a-script-that-draws-its-own-batches",
@@ -324,7 +333,7 @@ def _values(script: Script) -> Iterator[Finding]:
                 f"the training loop depends on {name}, but a worker that joins later starts with "
                 f"{name} = {ast.unparse(value)}",
                 "loader.global_step, which counts the run's steps, instead of the script's own "
-                "count"
+                "counter"
                 if _is_count(name)
                 else f"run = shoal.register_state({call}), and run.{name} in the loop",
             )
@@ -363,7 +372,7 @@ def _learning_rates(script: Script) -> Iterator[Finding]:
                     if name not in reported:
                         yield _finding(
                             use,
-                            f"the learning rate depends on `{name}`, the script's own count of "
+                            f"the learning rate depends on `{name}`, the script's own counter of "
                             "steps, which starts afresh in a worker that joins later and after "
                             "a resume, and includes aborted steps",
                             "compute it from loader.global_step, the number of committed steps",
@@ -489,6 +498,10 @@ def _averages(script: Script) -> Iterator[Finding]:
         )
     ]
     for made in averages(script):
+        if _is_of_other_model(
+            made, distributed or [getattr(node, "value", node) for node in later]
+        ):
+            continue
         if not script.is_in_training_loop(made) and any(
             script.scope(node) is script.scope(made) and getattr(node, "lineno", 0) > made.lineno
             for node in later
@@ -500,6 +513,25 @@ def _averages(script: Script) -> Iterator[Finding]:
                 "model, and call update_parameters(model) in `if optimizer.step():`: "
                 "docs/guides/averages.md",
             )
+
+
+def _is_of_other_model(average: ast.Call, trained: list[ast.AST]) -> bool:
+    """Returns whether an average is of a model that none of the expressions `trained` contains,
+    such as a frozen teacher. These call as_distributed, or create an optimizer."""
+    model = argument(average, 0, "model")
+    models = [
+        part
+        for each in trained
+        if isinstance(each, ast.Call)
+        for part in ast.walk(each)
+        if isinstance(part, ast.Name | ast.Attribute)
+    ]
+    shown = any(last_name(part) in ("as_distributed", "parameters") for part in models)
+    return (
+        isinstance(model, ast.Name | ast.Attribute)
+        and shown
+        and ast.unparse(model) not in map(ast.unparse, models)
+    )
 
 
 def averages(script: Script) -> Iterator[ast.Call]:

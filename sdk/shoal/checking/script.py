@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Final, TypeVar, overload
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar, overload
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
 _A = TypeVar("_A", bound=ast.AST)
 _B = TypeVar("_B", bound=ast.AST)
 _C = TypeVar("_C", bound=ast.AST)
+_Result = TypeVar("_Result")
 
 _ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
 """Words that suggest that a condition selects one process."""
@@ -32,14 +33,19 @@ class Script:
             for parent in ast.walk(self.tree)
             for child in ast.iter_child_nodes(parent)
         }
+        self._by_type: dict[tuple[type[ast.AST], ...], list[ast.AST]] = {}
+        self._scopes: dict[ast.AST, Function | None] = {self.tree: None}
+        for child, parent in self._parents.items():  # ancestors first
+            inside = isinstance(parent, Function) and child in parent.body
+            self._scopes[child] = parent if inside else self._scopes.get(parent)
+        self._computed: dict[Callable[[Script], Any], Any] = {}
         self._imports = _imported(self.tree)
         self.functions: dict[str, list[Function]] = {}
         """Functions and methods of the script by their bare names."""
         for node in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
             self.functions.setdefault(node.name, []).append(node)
         self.classes = {node.name: node for node in self.of_type(ast.ClassDef)}
-        self._training_functions: set[Function] = set()
-        self._training_functions = self._find_training_functions()
+        self._training_nodes = self._find_training_nodes()
         self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
         """Scopes executed by every worker: the module (None), and the functions called from it
@@ -58,8 +64,18 @@ class Script:
 
     def of_type(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """Returns all nodes of the given kinds, ordered by line."""
-        found = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
-        return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
+        if kinds not in self._by_type:
+            found = [node for node in (self.tree, *self._parents) if isinstance(node, kinds)]
+            found.sort(key=lambda node: getattr(node, "lineno", 0))
+            self._by_type[kinds] = found
+        return iter(self._by_type[kinds])
+
+    def once(self, compute: Callable[[Script], _Result]) -> _Result:
+        """Returns the result of a function of the script, which is called only once."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        result: _Result = self._computed[compute]
+        return result
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Yields all calls to functions with one of the full names `names`, or all calls if no
@@ -93,12 +109,7 @@ class Script:
 
     def scope(self, node: ast.AST) -> Function | None:
         """Returns the innermost function whose body contains the node; None for the module."""
-        below = node
-        for parent in self.above(node):
-            if isinstance(parent, Function) and below in parent.body:
-                return parent
-            below = parent
-        return None
+        return self._scopes[node]
 
     def full_name(self, node: ast.AST) -> str:
         """Returns the dotted name of an expression with imports resolved, such as
@@ -230,23 +241,32 @@ class Script:
     def trains(self, node: ast.AST) -> bool:
         """Returns whether the code in a node computes gradients, directly or in a function of the
         script that it calls."""
-        for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
-            if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
-                return True
-            if any(function in self._training_functions for function in self.called(call)):
-                return True
-        return False
+        return node in self._training_nodes
 
-    def _find_training_functions(self) -> set[Function]:
-        functions = [each for several in self.functions.values() for each in several]
-        while True:
-            found = {function for function in functions if self.trains(function)}
-            if found == self._training_functions:
-                return found
-            self._training_functions = found
+    def _find_training_nodes(self) -> set[ast.AST]:
+        callers: dict[Function, list[ast.Call]] = {}
+        left: list[ast.Call] = []
+        for call in self.calls():
+            if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
+                left.append(call)
+            for function in self.called(call):
+                callers.setdefault(function, []).append(call)
+        found = set[ast.AST]()
+        while left:
+            call = left.pop()
+            for node in (call, *self.above(call)):
+                if node in found:
+                    break
+                found.add(node)
+                if isinstance(node, Function):
+                    left += callers.get(node, ())
+        return found
 
     def training_loops(self) -> list[Loop]:
         """Returns the outermost training loops of each scope."""
+        return self.once(Script._outermost_training_loops)
+
+    def _outermost_training_loops(self) -> list[Loop]:
         loops = [
             loop for loop in self.of_type(ast.For, ast.AsyncFor, ast.While) if self.trains(loop)
         ]

@@ -5,22 +5,29 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final, TypeGuard
 
-from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, PASSES_ON, Loaders
+from shoal.checking.draws import Draws
+from shoal.checking.loaders import PASSES_ON, all_loaders
 from shoal.checking.script import Function, Loop, Script, is_no_grad, last_name, words_in
 
-_DRAWS: Final = re.compile(
-    r"torch\.(randint|randperm|multinomial)"
-    r"|numpy\.random\.(randint|random_integers|choice|permutation|shuffle)"
-    r"|random\.(sample|choice|choices|randint|randrange|shuffle)"
-)
-"""Functions that draw indices or samples."""
-_GENERATOR_DRAWS: Final = frozenset({"integers", "permutation", "permuted", "choice", "choices"})
-"""Methods of random generators that draw indices or samples."""
 _COUNTING: Final = frozenset({"range", "trange", "count", "repeat", "epochs"})
 _GETS: Final = frozenset({"get", "next", "sample", "make", "draw", "load", "fetch", "generate"})
+_FILLS: Final = frozenset({"append", "appendleft", "extend", "add", "push", "insert"})
+"""Methods that add samples to a buffer."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of the batches of a training loop that no loader feeds."""
+
+    loop: Loop
+    made_by: ast.AST | None
+    """The expression or loop that makes the batches; None if the script does not show it."""
+    collected: bool = False
+    """True if the loop trains on samples that it collects itself, as in reinforcement learning."""
 
 
 class Sources:
@@ -28,7 +35,8 @@ class Sources:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
+        self._loaders = script.once(all_loaders)
+        self._draws = Draws(script)
         self._executed_by = {loop: [*self._executed(loop)] for loop in script.training_loops()}
 
     def drawn_by_next(self) -> Iterator[ast.expr]:
@@ -39,23 +47,41 @@ class Sources:
                 if _is_next(node) and not isinstance(node.args[0], ast.Call):
                     yield node.args[0]
 
-    def without_loader(self) -> Iterator[tuple[Loop, ast.AST | None]]:
-        """Yields each training loop that takes its batches from no loader of the script. Also
-        yields the expression or loop that makes the batches; None if the script does not show
-        it. Of nested loops, only the innermost is yielded."""
+    def without_loader(self) -> Iterator[Origin]:
+        """Yields the origin of the batches of each training loop that takes them from no loader of
+        the script. Of nested loops, only the one that takes the batches is considered, or the
+        innermost. Loops over `loader.epochs(n)` are left out if the script does not make their
+        batches, because only Shoal's loaders have this method."""
+        executed = {loop: {*nodes} for loop, nodes in self._executed_by.items()}
         fed = [
-            nodes
-            for nodes in self._executed_by.values()
+            executed[loop]
+            for loop, nodes in self._executed_by.items()
             if any(self._loaders.of(source) for source in self._iterated(nodes))
         ]
         found = {
-            loop: nodes
+            loop: self._origin(loop, nodes)
             for loop, nodes in self._executed_by.items()
             if not any(loop in others for others in fed)
         }
-        for loop, nodes in found.items():
-            if not any(other is not loop and other in nodes for other in found):
-                yield loop, self._maker(nodes)
+        takes_none = {
+            inner
+            for inner, origin in found.items()
+            if origin.made_by is None
+            and all(map(self.counts, self._iterated(self._executed_by[inner])))
+            and any(
+                outer is not inner
+                and inner in executed[outer]
+                and not all(map(self.counts, self._iterated(self._executed_by[outer])))
+                for outer in found
+            )
+        }
+        by_epochs = [executed[loop] for loop in executed if _over_epochs(loop)]
+        for loop, origin in found.items():
+            inside = executed[loop] & (found.keys() - takes_none - {loop})
+            if loop in takes_none or inside:
+                continue
+            if origin.made_by is not None or not any(loop in nodes for nodes in by_epochs):
+                yield origin
 
     def _executed(self, loop: Loop) -> Iterator[ast.AST]:
         """Yields the nodes that the loop executes with gradients, including those in functions of
@@ -83,31 +109,40 @@ class Sources:
             elif _is_next(node):
                 yield node.args[0]
 
-    def _maker(self, nodes: list[ast.AST]) -> ast.AST | None:
-        """Returns the node that makes the batches; None if there is none, or if the batches may
-        come from an object of which the script does not show how it is created."""
-        sources = [each for each in self._iterated(nodes) if not self._counts(each)]
+    def _origin(self, loop: Loop, nodes: list[ast.AST]) -> Origin:
+        """Returns where the batches come from; `made_by` is None if they may come from an object of
+        which the script does not show how it is created."""
+        sources = [each for each in self._iterated(nodes) if not self.counts(each)]
         generators = [function for each in sources for function in self._generators(each)]
         if sources and not generators:
-            return None
-        inside = [part for function in generators for part in ast.walk(function)]
-        nodes = [*nodes, *inside]
-        for kind in (self._draws, self._cuts, self._gets):
-            if found := [node for node in nodes if kind(node)]:
-                return min(found, key=lambda node: getattr(node, "lineno", 0))
-        return sources[0] if sources else None
+            return Origin(loop, None)
+        nodes = [*nodes, *(part for function in generators for part in ast.walk(function))]
+        draws = {node: data for node in nodes if (data := self._draws.selected_by(node))}
+        if any(map(_steps_environment, nodes)):
+            return Origin(loop, _first(draws) or loop, collected=True)
+        filled = {name for node in nodes for name in _filled(node)}
+        if buffers := [node for node, data in draws.items() if ast.unparse(data) in filled]:
+            return Origin(loop, _first(buffers), collected=True)
+        for found in (
+            draws,
+            [node for node in nodes if self._cuts(node)],
+            [node for node in nodes if self._gets(node)],
+        ):
+            if found:
+                return Origin(loop, _first(found))
+        return Origin(loop, sources[0] if sources else None)
 
-    def _counts(self, source: ast.expr, followed: frozenset[str] = frozenset()) -> bool:
+    def counts(self, source: ast.expr, followed: frozenset[str] = frozenset()) -> bool:
         """Returns whether an iterable only counts or enumerates values in the script."""
         if isinstance(source, ast.Call):
             if last_name(source) in _COUNTING:
                 return True
-            passed_on = last_name(source) in PASSES_ON and source.args
-            return bool(passed_on) and self._counts(source.args[0], followed)
+            passed_on = last_name(source) in (*PASSES_ON, "list", "reversed") and source.args
+            return bool(passed_on) and self.counts(source.args[0], followed)
         if isinstance(source, ast.Name) and source.id not in followed:
             values = [*self._values(source.id)]
             followed |= {source.id}
-            return bool(values) and all(self._counts(value, followed) for value in values)
+            return bool(values) and all(self.counts(value, followed) for value in values)
         return isinstance(source, ast.Tuple | ast.List)
 
     def _values(self, name: str) -> Iterator[ast.expr]:
@@ -137,20 +172,10 @@ class Sources:
                 for value in self._values(name):
                     yield from self._generators(value, followed | {name})
 
-    def _draws(self, node: ast.AST) -> bool:
-        """Returns whether a node is a call that draws indices or samples."""
-        if not isinstance(node, ast.Call):
-            return False
-        return bool(_DRAWS.fullmatch(self._script.full_name(node.func))) or (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr in _GENERATOR_DRAWS
-            and bool(words_in(node.func.value) & {"rng", "generator", "random", "rand"})
-        )
-
     def _cuts(self, node: ast.AST) -> bool:
         """Returns whether a node is a loop that cuts its batches out of an array, as in `for i in
         range(0, len(x), 32): x[i : i + 32]`."""
-        if not isinstance(node, ast.For) or not self._counts(node.iter):
+        if not isinstance(node, ast.For) or not self.counts(node.iter):
             return False
         targets = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
         return any(
@@ -171,3 +196,36 @@ class Sources:
 
 def _is_next(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and last_name(node) == "next" and bool(node.args)
+
+
+def _first(nodes: Iterable[ast.AST]) -> ast.AST | None:
+    return min(nodes, key=lambda node: getattr(node, "lineno", 0), default=None)
+
+
+def _over_epochs(loop: Loop) -> bool:
+    """Returns whether a loop is over `loader.epochs(n)`."""
+    return isinstance(loop, ast.For) and any(
+        isinstance(part, ast.Call)
+        and isinstance(part.func, ast.Attribute)
+        and part.func.attr == "epochs"
+        for part in ast.walk(loop.iter)
+    )
+
+
+def _steps_environment(node: ast.AST) -> bool:
+    """Returns whether a node is a step in an environment of reinforcement learning."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "step"
+        and bool(words_in(node.func.value) & {"env", "envs", "environment"})
+    )
+
+
+def _filled(node: ast.AST) -> Iterator[str]:
+    """Yields the names of the collections to which a node adds samples."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in _FILLS:
+            yield ast.unparse(node.func.value)
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        yield ast.unparse(node.value)

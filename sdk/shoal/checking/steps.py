@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from shoal.checking.loaders import DATA_LOADERS, ELASTIC_LOADERS, Loaders
+from shoal.checking.loaders import Loaders, all_loaders
 from shoal.checking.script import (
     Function,
     Loop,
@@ -20,6 +20,7 @@ from shoal.checking.script import (
     last_name,
     words_in,
 )
+from shoal.checking.sources import Sources
 
 OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
 OPTIMIZER_WORDS: Final = frozenset({"opt", "optim", "optimizer", "optimizers"})
@@ -30,9 +31,11 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
     """Yields each loop that accumulates gradients over several batches before an optimizer step,
     together with the statement that counts the batches: the `if` that decides when to step, or the
     loop itself, if the step comes after it."""
-    loaders = Loaders(script, DATA_LOADERS | ELASTIC_LOADERS)
-    optimizers = optimizer_names(script)
+    loaders = script.once(all_loaders)
+    optimizers = script.once(optimizer_names)
     for loop in script.of_type(ast.For, ast.AsyncFor, ast.While):
+        if not script.trains(loop):
+            continue
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
         if _passes_before_step(script, loop, loaders, optimizers):
             yield loop, loop
@@ -57,15 +60,13 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
 
 def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers: set[str]) -> bool:
     """Returns whether a loop is repeated a number of times, as in `for i in range(n)`, and runs a
-    backward pass each time, and the optimizer steps after it. A loop that divides a loader's batch
-    is not meant."""
+    backward pass each time, and the optimizer steps after it. A loop that divides a batch of
+    another loop does not count, even if the other loop calls its function."""
     around = script.loop_around(loop)
-    if (
-        not isinstance(loop, ast.For)
-        or last_name(loop.iter) not in ("range", "trange", "tqdm")
-        or any(
-            isinstance(above, ast.For) and loaders.of(above.iter) for above in script.above(loop)
-        )
+    if not _is_counted(loop) or any(
+        isinstance(outer, ast.For | ast.AsyncFor)
+        and (loaders.of(outer.iter) or not script.once(Sources).counts(outer.iter))
+        for outer in _outer_loops(script, loop)
     ):
         return False
     within = around if around is not None else script.scope(loop)
@@ -81,6 +82,35 @@ def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers
         elif inside and last_name(call) == "backward":
             passes = passes or script.loop_around(call) is loop
     return passes and steps_later
+
+
+def _is_counted(loop: Loop) -> bool:
+    """Returns whether a loop is `for i in range(n)`, or `while i < n` with `i += 1`."""
+    if isinstance(loop, ast.While):
+        return isinstance(loop.test, ast.Compare) and _uses(loop.test, _counted_by(loop))
+    return last_name(loop.iter) in ("range", "trange", "tqdm")
+
+
+def _outer_loops(script: Script, loop: Loop) -> Iterator[Loop]:
+    """Yields the loops that execute a loop, including those that call its function."""
+    callers = script.once(_callers)
+    left: list[ast.AST] = [loop]
+    followed = set[ast.AST]()
+    while left:
+        for above in script.above(left.pop()):
+            if isinstance(above, Loop):
+                yield above
+            elif isinstance(above, Function) and above not in followed:
+                followed.add(above)
+                left += callers.get(above, ())
+
+
+def _callers(script: Script) -> dict[Function, list[ast.Call]]:
+    found: dict[Function, list[ast.Call]] = {}
+    for call in script.calls():
+        for function in script.called(call):
+            found.setdefault(function, []).append(call)
+    return found
 
 
 def _counted_branch(script: Script, node: ast.AST, loop: Loop) -> tuple[ast.If, bool] | None:
@@ -108,11 +138,7 @@ def _counted_branch(script: Script, node: ast.AST, loop: Loop) -> tuple[ast.If, 
 def _counts(test: ast.expr, loop: Loop) -> bool:
     """Returns whether a condition depends on a count of iterations: it uses a remainder, or it
     compares a variable that the loop increments."""
-    counters = {
-        ast.unparse(node.target)
-        for node in loop.body
-        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant)
-    }
+    counters = _counted_by(loop)
     remainders = {
         name
         for node in ast.walk(loop)
@@ -123,8 +149,45 @@ def _counts(test: ast.expr, loop: Loop) -> bool:
     return (
         _has_remainder(test)
         or any(has_name(test, name) for name in remainders)
-        or (isinstance(test, ast.Compare) and any(has_name(test, name) for name in counters))
+        or (isinstance(test, ast.Compare) and _uses(test, counters))
     )
+
+
+def _counted_by(loop: Loop) -> set[str]:
+    """Returns the variables and attributes that each iteration of a loop increments."""
+    return {name for node in loop.body if (name := incremented(node))}
+
+
+def _uses(node: ast.AST, names: set[str]) -> bool:
+    return any(
+        isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) in names
+        for part in ast.walk(node)
+    )
+
+
+def incremented(node: ast.AST) -> str | None:
+    """Returns the variable or attribute that a statement increments by a constant, as `n += 1` or
+    `n = n + 1` does; None if there is none."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant):
+        return ast.unparse(node.target)
+    if (
+        isinstance(node, ast.Assign)
+        and len(node.targets) == 1
+        and isinstance(node.value, ast.BinOp)
+        and isinstance(node.value.op, ast.Add)
+    ):
+        name = ast.unparse(node.targets[0])
+        for one, other in (
+            (node.value.left, node.value.right),
+            (node.value.right, node.value.left),
+        ):
+            if (
+                isinstance(one, ast.Name | ast.Attribute)
+                and isinstance(other, ast.Constant)
+                and ast.unparse(one) == name
+            ):
+                return name
+    return None
 
 
 def _has_remainder(node: ast.AST) -> bool:
@@ -188,7 +251,7 @@ def counters(
 
 def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
     """Returns whether a variable counts the steps of a training loop: the loop increments it, or
-    takes it from a `range` or from `enumerate`. The number of an epoch is not meant."""
+    takes it from a `range` or from `enumerate`. The number of an epoch does not count."""
     for loop in script.of_type(ast.For, ast.While):
         if script.scope(loop) is not scope or not script.trains(loop):
             continue
@@ -209,9 +272,7 @@ def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
 def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
     """Returns whether one of the loops increments a counter with each step."""
     return any(
-        isinstance(node, ast.AugAssign)
-        and ast.unparse(node.target) == counter
-        and isinstance(node.value, ast.Constant)
+        incremented(node) == counter
         and (around := script.loop_around(node)) is not None
         and _steps_in(script, around)
         for loop in loops
@@ -221,7 +282,7 @@ def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
 
 def _steps_in(script: Script, loop: Loop) -> bool:
     """Returns whether each iteration of a loop takes a step, rather than an epoch of steps."""
-    optimizers = optimizer_names(script)
+    optimizers = script.once(optimizer_names)
     return any(
         script.loop_around(call) is loop
         and (

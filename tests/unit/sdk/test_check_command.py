@@ -7,7 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from shoal.checking.loaders import Loaders
 from shoal.checking.rules import Finding, check
+from shoal.checking.script import Script
 from shoal.cli.app import app
 from shoal_common.errors import ConfigurationError
 from typer.testing import CliRunner
@@ -54,7 +56,13 @@ def test_examples_are_clean_except_the_plain_ones(path: Path) -> None:
     if path.name == "train_plain.py":
         assert [finding.what.split()[0] for finding in found] == {
             "examples": ["the", "training", "print()"],
-            "nanogpt": ["the", "the", "training", "print()", "print()", "torch.save()"],
+            "nanogpt": [
+                *["the"] * 3,
+                "training",
+                "gradients",
+                *["print()"] * 2,
+                "torch.save()",
+            ],
         }[path.parent.name]
     else:
         assert found == []
@@ -274,6 +282,32 @@ def test_inner_loops_that_do_not_accumulate_are_not_reported(loop: str) -> None:
     assert check(_START + loop) == []
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"def train(x, y):\n    for k in range(4):\n        {_PASS}\n    optimizer.step()\n"
+        f"for epoch in {epochs}:\n    for x, y in {batches}:\n        train(x, y)\n"
+        for epochs, batches in (
+            ("loader.epochs(3)", "loader"),
+            ("mine.epochs(3)", "mine"),
+        )
+    ],
+)
+def test_a_function_that_divides_a_batch_of_its_callers_loop_does_not_accumulate(
+    loop: str,
+) -> None:
+    assert check(f"from data import mine\n{_START}{loop}") == []
+
+
+@pytest.mark.parametrize("count", ["k += 1", "k = k + 1", "k = 1 + k"])
+def test_accumulation_in_a_counted_while_loop_is_reported(count: str) -> None:
+    inner = f"    k = 0\n    while k < 4:\n        x, y = next(it)\n        {_PASS}\n"
+    loop = f"it = iter(loader)\nfor step in range(9):\n{inner}        {count}\n"
+    source = f"{_START}{loop}    optimizer.step()\n"
+    found = [each for each in check(source) or [] if "accumulate" in each.what]
+    assert [source.splitlines()[each.line - 1].strip() for each in found] == ["while k < 4:"]
+
+
 _OWN_BATCHES = "the script makes its own batches"
 _UNKNOWN = "cannot tell whether the ranks train on different samples"
 _STEP = f"{_PASS}\n    optimizer.step()\n"
@@ -294,8 +328,18 @@ _STEP = f"{_PASS}\n    optimizer.step()\n"
         ),
         (
             f"for it in tqdm(range(9), disable=quiet):\n    rows = random.sample(data, 8)\n"
-            f"    {_STEP}",
+            f"    x, y = collate(rows)\n    {_STEP}",
             "rows = random.sample(data, 8)",
+        ),
+        (
+            "def read(at):\n    return data[at : at + 8], labels[at]\nfor it in range(9):\n"
+            f"    x, y = zip(*[read(i) for i in torch.randint(n, (8,))])\n    {_STEP}",
+            "x, y = zip(*[read(i) for i in torch.randint(n, (8,))])",
+        ),
+        (
+            "order = list(range(9))\nfor epoch in range(3):\n  random.shuffle(order)\n"
+            f"  for i in order:\n    x, y = data[i], labels[i]\n    {_STEP}",
+            "random.shuffle(order)",
         ),
         (
             "for epoch in range(3):\n  for i in range(0, len(data), 8):\n"
@@ -325,6 +369,7 @@ def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> Non
     found = check(source) or []
     assert [source.splitlines()[each.line - 1].strip() for each in found] == [line]
     assert found[0].what.startswith(_OWN_BATCHES)
+    assert "distribute" in found[0].what
     assert found[0].certain
     page, _, anchor = found[0].remedy.rpartition(" ")[2].partition("#")
     titles = re.findall(r"^## (.*)$", (_ROOT / page).read_text(), re.MULTILINE)
@@ -339,6 +384,14 @@ def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> Non
         # draws that need not choose samples
         f"import mine\nfor x, y in mine.batches:\n    t = torch.randint(9, (8,))\n    {_STEP}",
         f"x, y = everything()\nfor it in range(9):\n    {_STEP}",
+        "x, y = everything()\nfor it in range(9):\n    t = torch.randint(0, 1000, (8,))\n"
+        f"    noised = alphas[t] * x + table[t] * net(t)\n    {_STEP}",
+        "import random\nx, y = everything()\nfor it in range(9):\n"
+        f"    if random.choice([True, False]):\n        x = -x\n    {_STEP}",
+        "import random\nsizes = [8, 16]\nx, y = everything()\nfor it in range(9):\n"
+        f"    x = resize(x, random.choice(sizes))\n    {_STEP}",
+        f"x, y = everything()\nfor it in range(9):\n    i = random.randrange(4)\n"
+        f"    x = x[:, i : i + 8]\n    {_STEP}",
         # draws for validation
         "@torch.no_grad()\ndef validate():\n    score(torch.randperm(n)[:8])\n"
         f"for it in range(9):\n    {_STEP}    validate()\n",
@@ -386,6 +439,89 @@ def test_loops_over_a_loader_are_not_reported(loop: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "batches",
+    [
+        "train = make()\nbatches = train",
+        "train, other = (shoal.ElasticDataLoader(d, global_batch_size=8) for d in (a, b))\n"
+        "batches = train",
+        "train = Wrapped(loader)\nbatches = train",
+        "create = functools.partial(shoal.ElasticDataLoader, global_batch_size=8)\n"
+        "train = create(dataset)\nbatches = train",
+        "train = load()\nbatches = [train, train][0]",
+    ],
+)
+def test_loops_over_epochs_of_a_loader_need_no_notice(batches: str) -> None:
+    loop = f"{batches}\nfor epoch in train.epochs(3):\n    for x, y in batches:\n"
+    source = (
+        f"import functools\nfrom mine import Wrapped, load, make\n{_START}{loop}        {_PASS}\n"
+    )
+    assert check(f"{source}        optimizer.step()\n") == []
+    without_epochs = source.replace("train.epochs(3)", "range(3)")
+    found = check(f"{without_epochs}        optimizer.step()\n") or []
+    assert found
+    assert all("does not see" in each.what and not each.certain for each in found)
+
+
+_MEMORY = """
+import random
+class Memory:
+    def push(self, *each):
+        self.rows.append(each)
+    def sample(self, n):
+        return random.sample(self.rows, n)
+memory = Memory()
+def learn():
+    x, y = torch.stack(memory.sample(8))
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+for episode in range(300):
+    memory.push(act())
+    learn()
+"""
+_ARRAYS = """
+import numpy
+for episode in range(300):
+    states[at % n] = act()
+    drawn = numpy.random.randint(0, n, 8)
+    nn.functional.mse_loss(model(states[drawn]), y).backward()
+    optimizer.step()
+"""
+_ROLLOUT = """
+for episode in range(300):
+    for t in range(9):
+        states, done = env.step(model(states))
+    order = torch.randperm(9)
+    nn.functional.mse_loss(model(states[order]), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("loop", [_MEMORY, _ARRAYS, _ROLLOUT])
+def test_samples_that_ranks_collect_get_a_notice_without_a_dataset(loop: str) -> None:
+    (found,) = check(_START + loop) or []
+    assert "samples that it collects itself" in found.what
+    assert "averages" in found.what
+    assert not found.certain
+    assert "Dataset" not in found.remedy
+
+
+def test_the_average_of_another_model_is_not_reported() -> None:
+    average = "torch.optim.swa_utils.AveragedModel"
+    start = _START.replace("model, optimizer =", "teacher = {average}({of})\nmodel, optimizer =")
+    own = check(start.format(average=average, of="net") + _LOOP) or []
+    assert ["average" in each.what for each in own] == [True]
+    assert check(start.format(average=average, of="frozen") + _LOOP) == []
+
+
+def test_nodes_of_a_type_are_collected_once() -> None:
+    script = Script("f()\ng()\n")
+    assert [*script.calls()] == [*script.calls()]
+    script.tree.body.clear()
+    assert len([*script.calls()]) == 2
+    assert script.once(Loaders) is script.once(Loaders)
+
+
+@pytest.mark.parametrize(
     "loop",
     [
         f"it = iter(plain)\nwhile True:\n    x, y = next(it)\n    {_STEP}",
@@ -408,6 +544,10 @@ _RATE = "for group in optimizer.param_groups:\n        group['lr'] = "
         (f"for it in range(9):\n    {_RATE}rate(it)\n", "group['lr'] = rate(it)"),
         (f"for it in range(9):\n    lr = rate(it)\n    {_RATE}lr\n", "lr = rate(it)"),
         (f"n = 0\nfor x, y in loader:\n    {_RATE}rate(n)\n    n += 1\n", "group['lr'] = rate(n)"),
+        (
+            f"n = 0\nfor x, y in loader:\n    {_RATE}rate(n)\n    n = n + 1\n",
+            "group['lr'] = rate(n)",
+        ),
         (
             f"for i, (x, y) in enumerate(loader):\n    {_RATE}rate(i)\n",
             "group['lr'] = rate(i)",

@@ -18,8 +18,9 @@ def check(
     """List lines of a script that are wrong or wasteful in an elastic run, with a remedy for each.
 
     The script is parsed, not executed. The exit status is 0 if nothing was found, otherwise 1. A
-    training loop whose batches come from a source that the script does not show is named, but does
-    not change the exit status. A line that ends with `# shoal: ignore` is skipped.
+    training loop whose batches come from a source that the script does not show, or that collects
+    its own samples, is reported, but does not affect the exit status. A line
+    that ends with `# shoal: ignore` is skipped.
     """
     from shoal.checking.rules import check as checked
 

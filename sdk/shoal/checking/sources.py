@@ -124,7 +124,7 @@ class Sources:
         if buffers := [node for node, data in draws.items() if ast.unparse(data) in filled]:
             return Origin(loop, _first(buffers), collected=True)
         for found in (
-            draws,
+            [*draws],
             [node for node in nodes if self._cuts(node)],
             [node for node in nodes if self._gets(node)],
         ):

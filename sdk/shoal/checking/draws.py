@@ -166,8 +166,8 @@ class Draws:
             yield from self._uses(made.target)
         elif isinstance(made, ast.Return):
             scope = self._script.scope(made)
-            for call in self._script.calls() if scope is not None else ():
-                if scope in self._script.called(call):
+            for call in self._script.calls():
+                if scope is not None and scope in self._script.called(call):
                     yield call
 
     def _uses_of_targets(self, target: ast.AST) -> Iterator[ast.expr]:

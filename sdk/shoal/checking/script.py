@@ -36,8 +36,10 @@ class Script:
         self._by_type: dict[tuple[type[ast.AST], ...], list[ast.AST]] = {}
         self._scopes: dict[ast.AST, Function | None] = {self.tree: None}
         for child, parent in self._parents.items():  # ancestors first
-            inside = isinstance(parent, Function) and child in parent.body
-            self._scopes[child] = parent if inside else self._scopes.get(parent)
+            if isinstance(parent, Function) and child in parent.body:
+                self._scopes[child] = parent
+            else:
+                self._scopes[child] = self._scopes.get(parent)
         self._computed: dict[Callable[[Script], Any], Any] = {}
         self._imports = _imported(self.tree)
         self.functions: dict[str, list[Function]] = {}

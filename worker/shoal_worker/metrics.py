@@ -83,7 +83,7 @@ class WorkerMetrics:
         self.share = Gauge(
             "shoal_worker_step_share",
             "This worker's micro-batches per step, relative to an equal share, if they are dealt "
-            "by speed, or few and not a multiple of the ranks; otherwise 0.",
+            "by speed or a step has fewer of them than ranks; otherwise 0.",
             registry=self.registry,
         )
         self.reform_seconds = Histogram(

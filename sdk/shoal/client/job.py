@@ -117,8 +117,8 @@ class Member:
     """Total number of steps of the run; None if unknown."""
     share: float | None = None
     """Number of micro-batches that the member gets in each step, relative to an equal share. None
-    unless micro-batches are distributed by speed, or a step has few micro-batches and they are not
-    a multiple of the ranks. In the second case, also None for a member that gets no micro-batch."""
+    unless micro-batches are distributed by speed, or a step has fewer micro-batches than ranks. In
+    the second case, also None for a member that gets no micro-batch."""
     upload_backlog_bytes: int = 0
     """Bytes of checkpoints on the member's disk that are not yet in the object store."""
     script_line: str | None = None

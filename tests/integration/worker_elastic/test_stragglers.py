@@ -51,26 +51,6 @@ for _ in loader.epochs(100_000):
 """
 
 
-UNEVEN = """
-import time
-import shoal, torch
-from torch import nn
-
-shoal.init()
-net = nn.Linear(4, 2)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-data = torch.utils.data.TensorDataset(torch.randn(80, 4), torch.zeros(80, dtype=torch.long))
-loader = shoal.ElasticDataLoader(data, global_batch_size=8, micro_batch_size=2)
-for _ in loader.epochs(100_000):
-    for step in loader.steps():
-        for x, y in step:
-            time.sleep(0.2)
-            nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("local_sgd", marks=pytest.mark.slow)])
 def test_a_slow_rank_gets_fewer_micro_batches_before_and_after_a_death(
     zygote: Zygote, tmp_path: Path, strategy: str
@@ -115,17 +95,3 @@ def test_rank_that_works_longer_than_the_others_is_named_in_status_logs_and_an_e
             event for event in running.client.watch_events("job") if event.kind == "straggler_found"
         ]
         assert {event.member_id for event in events} == {running.members[1]}
-
-
-def test_rank_with_more_micro_batches_is_not_called_slow(zygote: Zygote, tmp_path: Path) -> None:
-    script = tmp_path / "uneven.py"
-    script.write_text(UNEVEN)
-    with cluster(zygote, tmp_path, max_workers=3, script=script) as running:
-        for index in range(3):
-            running.start(index)
-        note = eventually(
-            lambda: next((m.note for m in running.job().members if m.note), None),
-            "a note in the status",
-        )
-        assert "because it gets more micro-batches; choose a smaller micro_batch_size" in note
-        assert "balance=True" not in note

@@ -39,9 +39,6 @@ rank's time."""
 _PARTS: Final = 1_000_000_000
 """Units per second, and per unit of relative speed, in exchanged numbers: times are sent as integer
 nanoseconds."""
-_UNEVEN_SHARE: Final = 1.2
-"""Share, in relation to an equal share, from which the larger part of an even division is
-reported."""
 _LEAST_GAIN: Final = 0.05
 """Minimum fraction of a step's time that new shares must save before they are adopted, so that
 noise in the measurements has no effect."""
@@ -167,16 +164,13 @@ class Balance:
 
     def share(self, step: DealtToRank, blocks: int) -> float:
         """Returns this rank's share of the step in relation to an equal share, if steps are dealt
-        by speed, or if a complete step has so few micro-batches that some rank gets none, or one
-        gets much more than an equal share; otherwise 0. `blocks`: this rank's number of
-        micro-batches."""
+        by speed or may have fewer micro-batches than ranks; otherwise 0. `blocks`: this rank's
+        number of micro-batches."""
         if self._micro_batch_size is None:
             return 0.0
         ranks, items = step.placement.world_size, self._micro_batches(step)
-        complete = -(-self._global_batch_size // self._micro_batch_size)
-        most = -(-complete // ranks)
-        uneven = complete < ranks or most * ranks >= _UNEVEN_SHARE * complete
-        return blocks * ranks / items if self._costs is not None or uneven else 0.0
+        too_few = self._global_batch_size <= (ranks - 1) * self._micro_batch_size
+        return blocks * ranks / items if self._costs is not None or too_few else 0.0
 
     def begin(self, step: DealtToRank, session: LoaderSession) -> None:
         """Starts timing a micro-batch, before it is fetched. To avoid synchronizing the device in

@@ -8,8 +8,7 @@ behind it. That rank is identified as the endpoint of most of the permanently bu
 (Progress.busy_link).
 
 If a step has fewer micro-batches than ranks, some ranks have no work, and no rank is reported as
-slow. If its micro-batches are not a multiple of the ranks, some ranks have more work
-(Progress.share), which is reported as the reason unless such a rank is also slower per micro-batch.
+slow.
 
 Members that lease their batches (async_sgd) get batches in proportion to their speed, so a slow one
 is a straggler only if the others wait for it.
@@ -135,29 +134,13 @@ def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
                 f"{_seconds(one.progress.busy_time_s)} of each step, the others for "
                 f"{_seconds(others_s)}"
             )
-            if _has_more_work(one, others):
-                text += (
-                    ", because it gets more micro-batches; choose a smaller micro_batch_size, or a "
-                    "global_batch_size that gives each rank equally many"
-                )
-            # a slow rank gets less than an equal share if micro-batches are dealt by speed
-            elif not leased and (not one.progress.share or one.progress.share > 1):
+            if not one.progress.share and not leased:
                 text += (
                     "; if it is always slower, a loader with micro_batch_size= and balance=True "
                     "gives it less work"
                 )
             found[one.member_id] = text
     return found
-
-
-def _has_more_work(one: Report, others: list[Report]) -> bool:
-    """Returns whether a rank works longer than the others only because its share of the
-    micro-batches is larger: it is not slower per micro-batch."""
-    shares = [other.progress.share for other in others]
-    if one.progress.share <= min(shares) or not all(shares):
-        return False
-    others_s = median(other.progress.busy_time_s / other.progress.share for other in others)
-    return one.progress.busy_time_s / one.progress.share <= (1 + _SHARE_OF_STEP) * others_s
 
 
 def _without_work(reports: list[Report]) -> list[Report]:

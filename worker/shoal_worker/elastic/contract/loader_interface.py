@@ -72,8 +72,7 @@ class Share:
     batch per rank."""
     of_equal: float = 0.0
     """This rank's number of micro-batches divided by an equal share, if micro-batches are dealt by
-    speed, or if a step has few micro-batches and they are not a multiple of the ranks; otherwise
-    0."""
+    speed or a step has fewer micro-batches than ranks; otherwise 0."""
     most_micro_batches: int = 0
     """Largest number of micro-batches on any rank. If the strategy communicates in every pass, each
     rank runs this number of passes, some of them without a micro-batch of its own."""

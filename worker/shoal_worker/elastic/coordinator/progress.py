@@ -86,8 +86,7 @@ class Progress:
     busy_link: BusyLink | None = None
     share: float = 0.0
     """This rank's number of micro-batches divided by an equal share, if micro-batches are dealt by
-    speed, or if a step has few micro-batches and they are not a multiple of the ranks; otherwise
-    0."""
+    speed or a step has fewer micro-batches than ranks; otherwise 0."""
     upload_backlog_bytes: int = 0
     """Size of the checkpoints on this rank's disk that have not been uploaded yet, in bytes."""
     script_line: str = ""

@@ -1,5 +1,5 @@
 """A fixed sample of the schedules that `make chaos` runs: numbered ones, and tears of each
-strategy's steps."""
+strategy's steps. `make test` runs a part of the sample, `make parity` the rest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from tests.simulation.exhaustive import partitions, tears
 from tests.simulation.scenario import LOOPS, STRATEGIES, Scenario
 from tests.simulation.seeds import scenario_of
 
-_FIRST, _SEEDS = 200, 8
-_SLOW_SEEDS, _MATRIX_SEEDS = 16, 152
-_SLOW = _FIRST + _SEEDS
-_MATRIX = _SLOW + _SLOW_SEEDS
+_FIRST, _SEEDS, _MATRIX_SEEDS = 200, 8, 168
 _AT_ONCE = 8
 _TEARS = 8
 
@@ -24,12 +21,8 @@ _TEARS = 8
 @pytest.mark.parametrize(
     "first",
     [
-        *range(_FIRST, _FIRST + _SEEDS, _AT_ONCE),
-        *(pytest.param(first, marks=pytest.mark.slow) for first in range(_SLOW, _MATRIX, _AT_ONCE)),
-        *(
-            pytest.param(first, marks=pytest.mark.matrix)
-            for first in range(_MATRIX, _MATRIX + _MATRIX_SEEDS, _AT_ONCE)
-        ),
+        pytest.param(first, marks=pytest.mark.matrix) if first >= _FIRST + _SEEDS else first
+        for first in range(_FIRST, _FIRST + _SEEDS + _MATRIX_SEEDS, _AT_ONCE)
     ],
 )
 def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
@@ -39,12 +32,12 @@ def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
 
 _TORN = [*((s, LOOPS[3 * i % len(LOOPS)]) for i, s in enumerate(STRATEGIES)), ("pipeline", "save")]
 _LONG = {"hybrid", "zero3", "hsdp", "zero2"}
-"""Strategies whose tears take long. Faster strategies in make test use the same engines."""
+"""Strategies whose tears take long. Faster strategies in `make test` use the same engines."""
 
 
 @pytest.mark.parametrize(
     ("strategy", "loop"),
-    [pytest.param(*each, marks=pytest.mark.slow) if each[0] in _LONG else each for each in _TORN],
+    [pytest.param(*each, marks=pytest.mark.matrix) if each[0] in _LONG else each for each in _TORN],
 )
 def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     every = list(tears(strategy, loop))
@@ -57,7 +50,7 @@ def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     [
         ("zero3", "flat", 83),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.matrix)
             for each in (
                 ("zero3", "micro-batches", 59),
                 ("zero2", "micro-batches", 15),
@@ -81,7 +74,7 @@ def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every:
         ("ddp", "evaluate"),
         ("zero2", "operations"),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.matrix)
             for each in (
                 ("local_sgd", "operations"),
                 ("zero3", "save"),

@@ -308,7 +308,7 @@ def test_a_run_with_kills_trains_every_sample_once_and_ends_with_the_same_bits()
         "from benchmarks.failures.schedule import Fault\n"
         "from benchmarks.failures.table import candidates\n"
         "(ddp,) = (each for each in candidates(50) if each.name == 'shoal, ddp, deterministic')\n"
-        "extent = Extent(model='gpt', ranks=3, batch=8, steps=300)\n"
+        "extent = Extent(model='gpt', ranks=3, batch=8, steps=100)\n"
         # one of three survives even where nothing recovers between the kills
         "kills = [Fault(at_s=at, victim=0.5, absent_s=0.1) for at in (0.2, 0.8)]\n"
         "for faults in ((), kills):\n"

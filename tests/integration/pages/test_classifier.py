@@ -43,21 +43,28 @@ def test_script_before_the_changes_trains_and_resumes(tmp_path: Path) -> None:
 def test_killed_worker_changes_the_result_of_the_script_after_the_changes_only_by_rounding(
     session: Session,
 ) -> None:
-    shutil.copytree(SCRIPTS, session.directory, dirs_exist_ok=True)
+    """In float64, so that training does not amplify rounding errors beyond the tolerance."""
+    script = (SCRIPTS / "train.py").read_text()
+    assert script.count("float32") == 1
+    (session.directory / "train.py").write_text(
+        script.replace("float32", "float64").replace(
+            "torch.manual_seed(0)", "torch.manual_seed(0)\ntorch.set_default_dtype(torch.float64)"
+        )
+    )
     session.follow(blocks_of(PAGE))
     assert any("ended with SIGKILL" in said for _, said in session.printed)
     for average in (None, 0):
         undisturbed, disturbed = newest_states(session.directory, average)
         assert int(undisturbed["1.num_batches_tracked"]) == 900
         for name, value in undisturbed.items():
-            torch.testing.assert_close(disturbed[name], value, rtol=0, atol=1e-3)
+            torch.testing.assert_close(disturbed[name], value, rtol=0, atol=1e-6)
     alone, *others = (
         [float(loss) for loss in re.findall("mean loss (.*),", said)]
         for command, said in session.printed
         if "train.py" in command
     )
     assert len(alone) == 60
-    assert others == [pytest.approx(alone, abs=1e-3)]
+    assert others == [pytest.approx(alone, abs=1.1e-4)]
     best = shoal.load_full_state(session.directory / "checkpoints", best=True, average=0)
     model = torch.load(session.directory / "model.pt")
     assert best.keys() == model.keys()

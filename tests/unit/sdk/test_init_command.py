@@ -151,7 +151,7 @@ main()
         "\t\t\t\tscheduler.step()",
     ]
     at = lines.index("\tbest = 9.0")
-    assert lines[at - 2].startswith(f"\t{MARK}the training loop depends on best")
+    assert lines[at - 3].startswith(f"\t{MARK}the training loop depends on best")
     assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
 
 

@@ -72,7 +72,8 @@ _STOPS: Final = (
 )
 _NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
 """Arguments of a DataLoader that the user has to check."""
-
+_WRAPPERS: Final = frozenset(name for name in BARS if name.endswith(".tqdm"))
+"""Progress bars around an iterable. The others count, like `range`."""
 
 _Found = TypeVar("_Found")
 
@@ -270,20 +271,15 @@ def _epochs(script: Script) -> ast.For:
 
 def _without_bar(script: Script, node: ast.expr) -> ast.expr:
     """Returns the iterable that a progress bar wraps; the node itself if it is not a bar."""
-    if isinstance(node, ast.Call) and node.args:
-        name = script.full_name(node.func)
-        if name in BARS and name.endswith(".tqdm"):
-            return node.args[0]
-    return node
+    wraps = isinstance(node, ast.Call) and script.full_name(node.func) in _WRAPPERS
+    return node.args[0] if wraps and node.args else node
 
 
 def _counted(script: Script, block: list[ast.stmt], epochs: ast.For) -> _Epochs:
     looped = _without_bar(script, epochs.iter)
     if (
         not isinstance(looped, ast.Call)
-        or not (
-            ast.unparse(looped.func) == "range" or script.full_name(looped.func) in BARS  # trange
-        )
+        or script.full_name(looped.func) not in {"range"} | (BARS - _WRAPPERS)
         or any(isinstance(each, ast.Starred) for each in looped.args)
         or len(looped.args) not in (1, 2)
     ):

@@ -27,7 +27,7 @@ def test_page_shows_every_difference_between_the_scripts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_script_before_the_changes_trains_and_resumes(tmp_path: Path) -> None:
     shutil.copytree(SCRIPTS, tmp_path, dirs_exist_ok=True)
     *epochs, best = printed_by(tmp_path, "train_plain.py", "--epochs", "8")

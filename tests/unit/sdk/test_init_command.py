@@ -345,6 +345,7 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
             f"if resume:\n    first = 0\n{_RANGE.replace('300', 'first, 300')}",
             "shoal.resume restores",
         ),
+        (_RANGE, "for epoch in tqdm(tqdm(range(300))):", "not `for ... in range(n)`"),
         (_RANGE, "while True:", "not `for ... in range(n)`"),
         ("import torch\n", "import torch\nimport trl\n", "docs/guides/trl.md"),
         (_RANGE, "for epoch in range(first, 300):", "shoal.resume restores the epoch"),

@@ -271,8 +271,9 @@ def _epochs(script: Script) -> ast.For:
 
 def _without_bar(script: Script, node: ast.expr) -> ast.expr:
     """Returns the iterable that a progress bar wraps; the node itself if it is not a bar."""
-    wraps = isinstance(node, ast.Call) and script.full_name(node.func) in _WRAPPERS
-    return node.args[0] if wraps and node.args else node
+    if isinstance(node, ast.Call) and node.args and script.full_name(node.func) in _WRAPPERS:
+        return node.args[0]
+    return node
 
 
 def _counted(script: Script, block: list[ast.stmt], epochs: ast.For) -> _Epochs:

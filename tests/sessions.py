@@ -225,7 +225,7 @@ def _without_numbers(text: str) -> list[str]:
         line = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", line)
         # if a rank was killed while its peers were one step apart, recovery takes two generations
         line = re.sub(r"; the ranks changed \(generation \d+\)", "", line)
-        line = re.sub(r"\b(?=\w*\d)[0-9a-f]{6,}\b|(?<=-)[0-9a-f]{6}\b", "NAME", line)
+        line = re.sub(r"(?<!\.)\b(?=\w*\d)[0-9a-f]{6,}\b|(?<=-)[0-9a-f]{6}\b", "NAME", line)
         line = re.sub(
             r"\b(\d+) of (\d+) workers",
             lambda counts: f"{_word(counts[1])} of {_word(counts[2])} workers",

@@ -6,25 +6,36 @@ marked with comments. The loop is converted if it has this shape, in one block o
     loader = DataLoader(...)
     optimizer = torch.optim.X(model.parameters(), ...)  # also filtered, or in groups
     for epoch in range(n):
-        for batch in loader:
+        for batch in loader:  # also with tqdm or enumerate
             ...
             loss.backward()
             optimizer.step()
 
-The block may be the body of `if __name__ == "__main__":`.
+The block may be the body of `if __name__ == "__main__":`. A script whose loop cannot be converted
+is only commented: with `as_distributed` and an ElasticDataLoader, but a loop that ends by a counter
+or a loss of its own, ranks could take different numbers of steps.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from shoal.checking.loaders import DATA_LOADERS
-from shoal.checking.rules import EARLY_AVERAGE, Finding, averages, check
-from shoal.checking.script import Loop, Script
+from shoal.checking.rules import (
+    AVERAGED_MODEL,
+    BARS,
+    EARLY_AVERAGE,
+    SCHEDULES,
+    Finding,
+    averages,
+    check,
+)
+from shoal.checking.script import Function, Loop, Script, assigned, has_name, is_name, last_name
 from shoal.checking.steps import accumulating_loops, created_optimizers
 
 MARK: Final = "# shoal: "
@@ -61,7 +72,8 @@ _STOPS: Final = (
 )
 _NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
 """Arguments of a DataLoader that the user has to check."""
-
+_WRAPPERS: Final = frozenset(name for name in BARS if name.endswith(".tqdm"))
+"""Progress bars around an iterable. The others count, like `range`."""
 
 _Found = TypeVar("_Found")
 
@@ -96,6 +108,31 @@ class _Unclear(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Epochs:
+    """The epochs of a training loop."""
+
+    number: str
+    """Expression for the number of epochs."""
+    from_one: bool = False
+    """True if the first epoch is number 1."""
+    start: str = ""
+    """Variable with the number of the first epoch if the script may set it to another value than 0,
+    for example when it loads a checkpoint; otherwise empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Source of the batches of a training loop."""
+
+    loader: str
+    """Name of the DataLoader."""
+    call: ast.Call
+    """Call that creates it."""
+    bars: tuple[ast.Call, ...]
+    """Progress bars to remove. Each wraps its first argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Shape:
     """A training loop that can be converted, and the statements around it."""
 
@@ -105,15 +142,17 @@ class _Shape:
     optimizer: str
     made: ast.stmt
     """Statement that creates the optimizer."""
-    loader: str
-    loader_call: ast.Call
+    averages: list[ast.stmt]
+    """Statements that create averages of the model above `made`."""
+    source: _Source
     epochs: ast.For
+    counted: _Epochs
     backward: ast.stmt
     loss: str
     """Name of the loss; empty if the loss has no name."""
     step: ast.stmt
-    scheduler: ast.stmt | None
-    """Statement with a scheduler's step, directly below `step`; None if there is none."""
+    advances: list[ast.stmt]
+    """Statements directly below `step` that advance schedulers and averages."""
 
 
 def convert(source: str, name: str = "<script>") -> Conversion | None:
@@ -132,6 +171,8 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
         _convert_loop(script, shape, found, edits)
     converted = edits.apply()
     left = tuple(mark for obstacle in obstacles for mark in obstacle.marks)
+    if shape is not None and shape.counted.start:
+        left = (_own_resuming(converted, shape.counted.start),)
     marked, marks = _marked(converted, name, left)
     return Conversion(
         source=marked,
@@ -159,7 +200,7 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     if epochs is None:
         return None
     block, own = _block(script, epochs)
-    attempt(lambda: _check_range(epochs))
+    counted = attempt(lambda: _counted(script, block, epochs))
     attempt(lambda: _check_scope(script, epochs))
     first_import = attempt(lambda: _first_import(script))
     inner = attempt(lambda: _batches(script, epochs))
@@ -168,26 +209,27 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     obstacles += _exits(script, epochs, inner)
     backward = attempt(lambda: _backward(script, inner))
     step = attempt(lambda: _step(script, inner))
-    scheduler = attempt(lambda: _scheduler(script, inner, step[1])) if step else None
+    advances = (attempt(lambda: _advances(script, inner, step[1])) if step else None) or []
     optimizer = attempt(lambda: _optimizer(script, block, step[0] if step else None))
-    loader = attempt(lambda: _loader(script, block, inner))
+    source = attempt(lambda: _source(script, block, epochs, inner))
     if step and backward and inner.body.index(step[1]) < inner.body.index(backward[0]):
         obstacles.append(_Unclear("the optimizer's step comes before backward()", step[1]))
     made = [optimizer[0]] if optimizer else []
-    for created in (*made, *([script.statement(loader[1])] if loader else [])):
+    for created in (*made, *([script.statement(source.call)] if source else [])):
         if block.index(created) > block.index(epochs):
             obstacles.append(_Unclear("it is created after the training loop", created))
         elif created not in own:
             obstacles.append(_Unclear("it is created outside of the block of the loop", created))
-    if optimizer and loader:
-        attempt(lambda: _check_names(script, block, optimizer, inner, loader[0]))
-    own_lines = (*made, backward and backward[0], step and step[1], scheduler)
+    early = _early_averages(script, block, own, optimizer) if optimizer else []
+    if optimizer and source:
+        attempt(lambda: _check_names(script, block, optimizer, inner, source.loader, early))
+    own_lines = (*made, backward and backward[0], step and step[1], *advances)
     obstacles += [
         _Unclear("the line has more than one statement", whole)
         for whole in own_lines
         if whole and not _has_lines_of_its_own(script, whole)
     ]
-    if obstacles or not (first_import and backward and step and optimizer and loader):
+    if obstacles or not (first_import and counted and backward and step and optimizer and source):
         return None
     return _Shape(
         first_import=first_import,
@@ -195,13 +237,14 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
         model=optimizer[2],
         optimizer=step[0],
         made=optimizer[0],
-        loader=loader[0],
-        loader_call=loader[1],
+        averages=early,
+        source=source,
         epochs=epochs,
+        counted=counted,
         backward=backward[0],
         loss=backward[1],
         step=step[1],
-        scheduler=scheduler,
+        advances=advances,
     )
 
 
@@ -226,24 +269,83 @@ def _epochs(script: Script) -> ast.For:
     return loops[0]
 
 
-def _check_range(epochs: ast.For) -> None:
-    looped = epochs.iter
+def _without_bar(script: Script, node: ast.expr) -> ast.expr:
+    """Returns the iterable that a progress bar wraps; the node itself if it is not a bar."""
+    if isinstance(node, ast.Call) and node.args and script.full_name(node.func) in _WRAPPERS:
+        return node.args[0]
+    return node
+
+
+def _counted(script: Script, block: list[ast.stmt], epochs: ast.For) -> _Epochs:
+    looped = _without_bar(script, epochs.iter)
     if (
         not isinstance(looped, ast.Call)
-        or ast.unparse(looped.func) != "range"
+        or script.full_name(looped.func) not in {"range"} | (BARS - _WRAPPERS)
         or any(isinstance(each, ast.Starred) for each in looped.args)
+        or len(looped.args) not in (1, 2)
     ):
         raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
-    if len(looped.args) == 2 and not isinstance(looped.args[0], ast.Constant):
-        start, end = map(ast.unparse, looped.args)
-        raise _Unclear(
-            f"range({start}, {end}): shoal.resume restores the epoch, so loop over "
-            f"loader.epochs({end})",
-            epochs,
-            remedy=f"shoal.resume(directory) before the loop, without `{start}`, and {_BY_EPOCHS}",
-        )
-    if len(looped.args) != 1:
+    *begin, end = looped.args
+    first = begin[0] if begin else ast.Constant(0)
+    number = ast.unparse(end)
+    if isinstance(first, ast.Constant) and first.value == 0:
+        return _Epochs(number=number)
+    if (
+        isinstance(first, ast.Constant)
+        and first.value == 1
+        and isinstance(epochs.target, ast.Name)
+        and not isinstance(epochs.body[0], Function)
+        and _has_lines_of_its_own(script, epochs.body[0])
+    ):
+        return _Epochs(number=_one_less(end), from_one=True)
+    if isinstance(first, ast.Name) and (set_again := _starts_at_zero(script, block, epochs, first)):
+        return _Epochs(number=number, start=first.id if len(set_again) > 1 else "")
+    if isinstance(first, ast.Constant):
         raise _Unclear(_NOT_RANGE, epochs, remedy=_BY_EPOCHS)
+    begins = ast.unparse(first)
+    raise _Unclear(
+        f"range({begins}, {number}): shoal.resume restores the epoch, so loop over "
+        f"loader.epochs({number})",
+        epochs,
+        remedy=f"shoal.resume(directory) before the loop, without `{begins}`, and {_BY_EPOCHS}",
+    )
+
+
+def _one_less(end: ast.expr) -> str:
+    """Returns an expression for one less than a number: `n` for `n + 1`."""
+    if isinstance(end, ast.Constant) and isinstance(end.value, int):
+        return str(end.value - 1)
+    if (
+        isinstance(end, ast.BinOp)
+        and isinstance(end.op, ast.Add)
+        and isinstance(end.right, ast.Constant)
+        and end.right.value == 1
+    ):
+        return ast.unparse(end.left)
+    return ast.unparse(ast.BinOp(end, ast.Sub(), ast.Constant(1)))
+
+
+def _starts_at_zero(
+    script: Script, block: list[ast.stmt], epochs: ast.For, variable: ast.Name
+) -> list[ast.Name]:
+    """Returns the places where the script sets a variable, if the first one is an unconditional
+    assignment of 0 above the loop; otherwise an empty list."""
+    scope = script.scope(epochs)
+    places = [
+        node
+        for node in script.of_type(ast.Name)
+        if node.id == variable.id
+        and not isinstance(node.ctx, ast.Load)
+        and script.scope(node) is scope
+    ]
+    shared = script.of_type(ast.Global, ast.Nonlocal)
+    if not places or any(variable.id in each.names for each in shared):
+        return []
+    made = script.statement(places[0])
+    if made not in block[: block.index(epochs)] or not isinstance(made, ast.Assign | ast.AnnAssign):
+        return []
+    value = dict(assigned(made)).get(variable.id)
+    return places if isinstance(value, ast.Constant) and value.value == 0 else []
 
 
 def _block(script: Script, epochs: ast.For) -> tuple[list[ast.stmt], list[ast.stmt]]:
@@ -380,20 +482,50 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
     return ast.unparse(function.value), statement
 
 
-def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | None:
-    """Returns the statement of the scheduler's step, which must be directly below the optimizer's
-    step; None if there is none."""
-    others = [
-        script.statement(call)
+def _advances(script: Script, inner: ast.For, step: ast.stmt) -> list[ast.stmt]:
+    """Returns the statements directly below the optimizer's step that advance schedulers and
+    averages. Raises _Unclear if another object steps elsewhere in the loop, unless it is a
+    scheduler that registers itself: its step has no effect after an aborted step."""
+    registered = {
+        ast.unparse(target)
+        for made in script.of_type(ast.Assign)
+        if isinstance(made.value, ast.Call)
+        and SCHEDULES.fullmatch(script.full_name(made.value.func))
+        for target in made.targets
+    }
+    own = {
+        ast.unparse(target)
+        for made in script.of_type(ast.Assign)
+        if any(call in {*averages(script)} for call in ast.walk(made.value))
+        for target in made.targets
+    }
+    steps = [
+        call
         for call in _method_calls(script, "step")
         if inner in script.above(call) and script.statement(call) is not step
     ]
-    if not others:
-        return None
-    below = inner.body[inner.body.index(step) + 1 :][:1]
-    if others != below or others[0].lineno != others[0].end_lineno:
-        raise _Unclear("expected a scheduler's step directly after the optimizer's", others[0])
-    return others[0]
+    advancing = {
+        script.statement(call)
+        for call in (*steps, *_method_calls(script, "update_parameters"))
+        if call in steps or _object_of(call) in own
+    }
+    found: list[ast.stmt] = []
+    for below in inner.body[inner.body.index(step) + 1 :]:
+        one_call = isinstance(below, ast.Expr) and isinstance(below.value, ast.Call)
+        if not one_call or below not in advancing or below.lineno != below.end_lineno:
+            break
+        found.append(below)
+    for call in steps:
+        statement = script.statement(call)
+        alone = statement in inner.body and not call.args and not call.keywords
+        if statement not in found and not (alone and _object_of(call) in registered):
+            raise _Unclear("expected a scheduler's step directly after the optimizer's", statement)
+    return found
+
+
+def _object_of(call: ast.Call) -> str:
+    """Returns the object whose method is called, as text."""
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def _optimizer(
@@ -451,11 +583,12 @@ def _models(
     return models
 
 
-def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str, ast.Call]:
-    """Returns the name of the loader, and the call that creates it."""
-    looped = inner.iter
+def _source(script: Script, block: list[ast.stmt], epochs: ast.For, inner: ast.For) -> _Source:
+    """Returns the loader of the loop over batches, without the progress bars around it."""
+    looped, bars = _below_bars(script, epochs, inner, inner.iter)
     if isinstance(looped, ast.Call) and ast.unparse(looped.func) == "enumerate" and looped.args:
-        looped = looped.args[0]
+        looped, more = _below_bars(script, epochs, inner, looped.args[0])
+        bars += more
     if not isinstance(looped, ast.Name):
         raise _Unclear("the loop over batches is not `for ... in loader`", inner)
     name = looped.id
@@ -475,9 +608,64 @@ def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str,
     if len(call.args) > 3 or None in names or names & _NOT_DEALT:
         raise _Unclear(f"{name} has a sampler or worker_init_fn, or may have one", call)
     for use in script.of_type(ast.Name):
-        if use.id == name and isinstance(use.ctx, ast.Load) and not _is_read(script, use):
+        if (
+            use.id == name
+            and isinstance(use.ctx, ast.Load)
+            and use is not looped
+            and not _is_read(script, use)
+        ):
             raise _Unclear(f"{name} is used outside of a `for`, enumerate() or len()", use)
-    return name, call
+    return _Source(loader=name, call=call, bars=tuple(bars))
+
+
+def _below_bars(
+    script: Script, epochs: ast.For, inner: ast.For, looped: ast.expr
+) -> tuple[ast.expr, list[ast.Call]]:
+    """Returns the iterable below the progress bars of an expression, and the bars."""
+    bars = list[ast.Call]()
+    while True:
+        if isinstance(looped, ast.Name):
+            bar: ast.expr | None = _named_bar(script, epochs, inner, looped)
+        else:
+            bar = looped if _without_bar(script, looped) is not looped else None
+        if bar is None:
+            return looped, bars
+        assert isinstance(bar, ast.Call)
+        bars.append(bar)
+        looped = bar.args[0]
+
+
+def _named_bar(script: Script, epochs: ast.For, inner: ast.For, used: ast.Name) -> ast.Call | None:
+    """Returns the call that creates the progress bar with the name `used` in each epoch, above the
+    loop over batches; None if there is no such bar.
+
+    Raises _Unclear if the script uses the bar in another place as well.
+    """
+    name = used.id
+    made = [
+        part
+        for part in epochs.body[: epochs.body.index(inner)]
+        if isinstance(part, ast.Assign)
+        and [ast.unparse(target) for target in part.targets] == [name]
+        and _without_bar(script, part.value) is not part.value
+    ]
+    if len(made) != 1:
+        return None
+    bar = made[0].value
+    assert isinstance(bar, ast.Call)
+    if any(
+        node.id == name and node not in (made[0].targets[0], used)
+        for node in script.of_type(ast.Name)
+        if script.scope(node) is script.scope(epochs)
+    ):
+        loader = ast.unparse(bar.args[0])
+        raise _Unclear(
+            f"the script uses the progress bar {name}",
+            made[0],
+            remedy=f"`for batch in {loader}:` without {name}, because `shoal run` shows the "
+            f"progress; or {last_name(bar)}({loader}, disable=not shoal.is_main_process())",
+        )
+    return bar
 
 
 def _is_read(script: Script, use: ast.Name) -> bool:
@@ -497,9 +685,11 @@ def _check_names(
     created: tuple[ast.stmt, str, str],
     inner: ast.For,
     loader: str,
+    early: list[ast.stmt],
 ) -> None:
     """Checks that the names of model, optimizer and loader each refer to one object, and that no
-    other object refers to the model before it is replaced."""
+    other object refers to the model before it is replaced. `early`: statements that will be moved
+    below that place."""
     made, optimizer, model = created
     scope = script.scope(inner)
     made_once = [
@@ -521,7 +711,7 @@ def _check_names(
             raise _Unclear("a function assigns the model, the optimizer or the loader", shared)
     copied = {node for call in averages(script) for node in call.args}
     for part in block[: block.index(made)]:
-        for node in ast.walk(part):
+        for node in ast.walk(part) if part not in early else ():
             if node in copied and ast.unparse(node) == model:
                 raise _Unclear(EARLY_AVERAGE, part)
             if _takes_hold(script, node, model) and not _names_again(part, model):
@@ -534,6 +724,64 @@ def _check_names(
         isinstance(call, ast.Call) and ast.unparse(call.func) == model for call in ast.walk(inner)
     ):
         raise _Unclear(f"{model}(...) is not called in the loop over batches", inner)
+
+
+def _early_averages(
+    script: Script,
+    block: list[ast.stmt],
+    own: list[ast.stmt],
+    created: tuple[ast.stmt, str, str],
+) -> list[ast.stmt]:
+    """Returns the statements above the optimizer that only create an average of the model, and
+    that have the same effect below it: nothing in between uses the average, or changes a variable
+    that the statement uses."""
+    made, _, model = created
+    if made not in own:
+        return []
+    found: list[ast.stmt] = []
+    above = own[: own.index(made)]
+    for number, part in enumerate(above):
+        between = [each for each in (*above[number + 1 :], made) if not isinstance(each, Function)]
+        if (
+            isinstance(part, ast.Assign)
+            and isinstance(part.targets[0], ast.Name)
+            and len(part.targets) == 1
+            and _averages_only(script, part.value, model)
+            and _has_lines_of_its_own(script, part)
+            and not _touched(script, between, part, part.targets[0].id)
+        ):
+            found.append(part)
+    return found
+
+
+def _averages_only(script: Script, value: ast.expr, model: str) -> bool:
+    """Returns whether an expression is `AveragedModel(model, ...)`, possibly moved to a device."""
+    uses = [node for node in ast.walk(value) if is_name(node, model)]
+    while isinstance(value, ast.Call) and last_name(value) in ("to", "cuda", "eval"):
+        if not isinstance(value.func, ast.Attribute):
+            return False
+        value = value.func.value
+    return (
+        isinstance(value, ast.Call)
+        and script.full_name(value.func) == AVERAGED_MODEL
+        and len(uses) == 1
+        and value.args[:1] == uses
+    )
+
+
+def _touched(script: Script, between: list[ast.stmt], made: ast.stmt, average: str) -> bool:
+    """Returns whether statements use an average, or change a variable that creates it."""
+    needed = {node.id for node in ast.walk(made) if isinstance(node, ast.Name)}
+    for node in (node for part in between for node in ast.walk(part)):
+        if isinstance(node, ast.Name) and (
+            node.id == average or (node.id in needed and not isinstance(node.ctx, ast.Load))
+        ):
+            return True
+        if isinstance(node, ast.Call) and any(
+            has_name(function, average) for function in script.called(node)
+        ):
+            return True
+    return False
 
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
@@ -562,8 +810,11 @@ class _Edits:
     """Insertions and replacements by position, applied together."""
 
     def __init__(self, source: str) -> None:
-        self._lines = source.encode().split(b"\n")  # columns of ast are bytes
-        self._edits: list[tuple[int, int, int, int, bytes]] = []
+        self._source = source.encode()  # columns of ast are bytes
+        self._lines = self._source.split(b"\n")
+        self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
+        self._edits: list[tuple[int, int, int, bytes]] = []
+        """Offset, number, length of the replaced text, and new text of each edit."""
         self.count = 0
 
     def indent(self, line: int) -> str:
@@ -572,60 +823,119 @@ class _Edits:
         return text[: len(text) - len(text.lstrip())].decode()
 
     def before(self, line: int, text: str) -> None:
-        self._edits.append((line - 1, 0, len(self._edits), 0, text.encode()))
+        self._edit(self._starts[line - 1], 0, text)
         self.count += 1
 
     def below(self, statement: ast.stmt, text: str) -> None:
-        """Adds a line below a statement, with the same indentation."""
+        """Adds lines below a statement. The first gets the statement's indentation."""
         end = statement.end_lineno or statement.lineno
         self.before(end + 1, f"{self.indent(statement.lineno)}{text}\n")
 
     def shift(self, statement: ast.stmt) -> None:
         """Indents a one-line statement by one level."""
-        level = b"\t" if self.indent(statement.lineno).endswith("\t") else b"    "
-        self._edits.append((statement.lineno - 1, 0, len(self._edits), 0, level))
+        level = "\t" if self.indent(statement.lineno).endswith("\t") else "    "
+        self._edit(self._starts[statement.lineno - 1], 0, level)
+
+    def take(self, statement: ast.stmt) -> str:
+        """Removes the lines of a statement, and comments directly above it. Returns them, without
+        the first line's indentation and without the last line break."""
+        first, end = statement.lineno, statement.end_lineno or statement.lineno
+        while first > 1 and self._lines[first - 2].lstrip().startswith(b"#"):
+            first -= 1
+        start, length = self._starts[first - 1], self._starts[end] - self._starts[first - 1]
+        self._edit(start, length, "")
+        self.count += 1
+        return self._source[start : start + length].decode().strip()
 
     def replace(self, node: ast.expr, text: str) -> None:
-        assert node.end_lineno == node.lineno
-        assert node.end_col_offset is not None
-        length = node.end_col_offset - node.col_offset
-        self._edits.append(
-            (node.lineno - 1, node.col_offset, len(self._edits), length, text.encode())
-        )
+        start, end = self._span(node)
+        self._edit(start, end - start, text)
+        self.count += 1
+
+    def unwrap(self, call: ast.Call) -> None:
+        """Replaces a call with its first argument."""
+        (start, end), (kept, kept_end) = self._span(call), self._span(call.args[0])
+        self._edit(start, kept - start, "")
+        self._edit(kept_end, end - kept_end, "")
         self.count += 1
 
     def enclose(self, node: ast.expr, before: str, after: str) -> None:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        number = len(self._edits)
-        self._edits += [
-            (node.lineno - 1, node.col_offset, number, 0, before.encode()),
-            (node.end_lineno - 1, node.end_col_offset, number + 1, 0, after.encode()),
-        ]
+        start, end = self._span(node)
+        self._edit(start, 0, before)
+        self._edit(end, 0, after)
         self.count += 1
 
+    def _span(self, node: ast.expr) -> tuple[int, int]:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return (
+            self._starts[node.lineno - 1] + node.col_offset,
+            self._starts[node.end_lineno - 1] + node.end_col_offset,
+        )
+
+    def _edit(self, start: int, length: int, text: str) -> None:
+        self._edits.append((start, len(self._edits), length, text.encode()))
+
     def apply(self) -> str:
-        lines = [*self._lines]
-        for line, column, _, length, text in sorted(self._edits, reverse=True):
-            lines[line] = lines[line][:column] + text + lines[line][column + length :]
-        return b"\n".join(lines).decode()
+        changed = self._source
+        # of the edits at one place, removals come first
+        for start, _, length, text in sorted(
+            self._edits, key=lambda edit: (edit[0], edit[2] > 0, edit[1]), reverse=True
+        ):
+            changed = changed[:start] + text + changed[start + length :]
+        return changed.decode()
 
 
 def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _Edits) -> None:
     edits.before(shape.first_import.lineno, "import shoal\n")
     both = f"{shape.model}, {shape.optimizer}"
-    edits.below(shape.made, f"{both} = shoal.as_distributed({both})")
-    edits.enclose(shape.loader_call, "shoal.ElasticDataLoader.from_dataloader(", ")")
-    assert isinstance(shape.epochs.iter, ast.Call)
-    edits.replace(shape.epochs.iter.func, f"{shape.loader}.epochs")
+    indent = edits.indent(shape.made.lineno)
+    below = [f"{both} = shoal.as_distributed({both})", *map(edits.take, shape.averages)]
+    edits.below(shape.made, f"\n{indent}".join(below))
+    edits.enclose(shape.source.call, "shoal.ElasticDataLoader.from_dataloader(", ")")
+    counted = shape.counted
+    edits.replace(shape.epochs.iter, f"{shape.source.loader}.epochs({counted.number})")
+    first = shape.epochs.body[0].lineno
+    if counted.from_one:
+        epoch = ast.unparse(shape.epochs.target)
+        edits.before(first, f"{edits.indent(first)}{epoch} += 1  # the first epoch is 1\n")
+    if counted.start:
+        edits.before(shape.epochs.lineno, _refusal(counted.start, edits.indent(first), indent))
+    for bar in shape.source.bars:
+        edits.unwrap(bar)
     if shape.loss:
         edits.below(shape.backward, f"shoal.report(loss={shape.loss})")
-    if shape.scheduler is not None:
+    if shape.advances:
         assert isinstance(shape.step, ast.Expr)
         edits.enclose(shape.step.value, "if ", ":")
-        edits.shift(shape.scheduler)
+        for advance in shape.advances:
+            edits.shift(advance)
     for call in _prints(script, shape, found):
         edits.replace(call.func, "shoal.print_once")
+
+
+def _refusal(start: str, deeper: str, indent: str) -> str:
+    """Returns the lines that end a run that would continue at another epoch than 0. `deeper`,
+    `indent`: whitespace in front of their second and their first line."""
+    return (
+        f"{indent}{_refused(start)}\n"
+        f'{deeper}raise SystemExit(f"cannot start at epoch {{{start}}}: use shoal.resume")\n'
+    )
+
+
+def _refused(start: str) -> str:
+    return f"if {start} != 0:"
+
+
+def _own_resuming(converted: str, start: str) -> Finding:
+    """Returns the finding for the lines of `_refusal` in a converted script."""
+    lines = [line.strip() for line in converted.splitlines()]
+    return Finding(
+        line=lines.index(_refused(start)) + 1,
+        what=f"the loop starts at epoch 0 or where shoal.resume continues, not at {start}",
+        remedy=f"remove these lines and the code that sets {start}; shoal.resume(directory) before "
+        "the loop, and shoal.save_checkpoint(directory) at the end of each epoch",
+    )
 
 
 def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:

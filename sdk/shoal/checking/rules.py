@@ -86,13 +86,12 @@ _STARTS_RECORD: Final = (
     "tensorboardX.SummaryWriter",
 )
 _LOGGERS: Final = ("logging.basicConfig", "logging.FileHandler", "logging.config.dictConfig")
-_BARS: Final = (
-    "tqdm.tqdm",
-    "tqdm.trange",
-    "tqdm.auto.tqdm",
-    "tqdm.auto.trange",
-    "tqdm.notebook.tqdm",
+BARS: Final = frozenset(
+    f"{module}.{name}"
+    for module in ("tqdm", "tqdm.auto", "tqdm.notebook")
+    for name in ("tqdm", "trange")
 )
+"""Functions of tqdm that draw a progress bar."""
 
 
 def _files(script: Script) -> Iterator[Finding]:
@@ -164,7 +163,7 @@ def _output(script: Script) -> Iterator[Finding]:
                 kind
                 for kind, names in (
                     ("print", ("print",)),
-                    ("bar", _BARS),
+                    ("bar", BARS),
                     ("log", _LOGGERS),
                     ("record", _STARTS_RECORD),
                 )
@@ -317,8 +316,14 @@ def _evaluates(script: Script, loop: Loop) -> bool:
 
 # -------------------------------------------------------------------------------------------- state
 
-_SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
+SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
 _STEP_NAMES: Final = frozenset({"step", "steps", "iteration", "iterations", "iter", "batches"})
+
+
+_BEST: Final = (
+    "; to keep the best checkpoint, shoal.save_checkpoint(directory, best=..., mode=...) needs no "
+    "variable"
+)
 
 
 def _values(script: Script) -> Iterator[Finding]:
@@ -335,7 +340,8 @@ def _values(script: Script) -> Iterator[Finding]:
                 "loader.global_step, which counts the run's steps, instead of the script's own "
                 "counter"
                 if _is_count(name)
-                else f"run = shoal.register_state({call}), and run.{name} in the loop",
+                else f"run = shoal.register_state({call}), and run.{name} in the loop"
+                + (_BEST if "best" in name.lower().split("_") else ""),
             )
 
 
@@ -539,12 +545,12 @@ def averages(script: Script) -> Iterator[ast.Call]:
     names = {
         node.name
         for node in script.of_type(ast.ClassDef)
-        if any(script.full_name(base) == _AVERAGED_MODEL for base in node.bases)
+        if any(script.full_name(base) == AVERAGED_MODEL for base in node.bases)
     }
-    yield from script.calls(_AVERAGED_MODEL, *names)
+    yield from script.calls(AVERAGED_MODEL, *names)
 
 
-_AVERAGED_MODEL: Final = "torch.optim.swa_utils.AveragedModel"
+AVERAGED_MODEL: Final = "torch.optim.swa_utils.AveragedModel"
 
 
 def _made_in_loops(script: Script) -> Iterator[Finding]:
@@ -552,7 +558,7 @@ def _made_in_loops(script: Script) -> Iterator[Finding]:
         name = script.full_name(call.func)
         kind = (
             "scheduler"
-            if _SCHEDULES.fullmatch(name)
+            if SCHEDULES.fullmatch(name)
             else "optimizer"
             if OPTIMIZERS.fullmatch(name)
             else ""

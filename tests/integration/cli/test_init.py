@@ -41,11 +41,29 @@ def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell
 
 
 def test_a_converted_script_trains_on_two_workers(shell: Shell) -> None:
-    shell.script(_PLAIN.read_text().replace("range(300)", "range(4)"), "plain.py")
-    assert shell.run("init", "--from", "plain.py")[0] == 0
+    source = _PLAIN.read_text()
+    for old, new in (
+        ("import torch\n", "import torch\nfrom tqdm import tqdm\n"),
+        ("range(300)", "range(1, 5)"),
+        ("in loader:", "in tqdm(loader, desc=str(epoch)):"),
+        (
+            "optimizer = torch",
+            "average = torch.optim.swa_utils.AveragedModel(model)\noptimizer = torch",
+        ),
+        (
+            "        optimizer.zero_grad()\n",
+            "        optimizer.zero_grad()\n        average.update_parameters(model)\n",
+        ),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    shell.script(f"{source}print('averaged:', int(average.n_averaged))\n", "plain.py")
+    status, out, _ = shell.run("init", "--from", "plain.py")
+    assert (status, "not converted" in out) == (0, False)
     status, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", "plain_elastic.py")
     assert status == 0, err
-    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+)", out)]
+    losses = [float(loss) for loss in re.findall(r"epoch [1-4]: loss (\S+)", out)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "76 steps" in err
+    assert out.count("averaged: 76\n") == 1

@@ -151,7 +151,7 @@ main()
         "\t\t\t\tscheduler.step()",
     ]
     at = lines.index("\tbest = 9.0")
-    assert lines[at - 2].startswith(f"\t{MARK}the training loop depends on best")
+    assert lines[at - 3].startswith(f"\t{MARK}the training loop depends on best")
     assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
 
 
@@ -179,6 +179,106 @@ def test_optimizer_may_have_groups_or_some_of_the_models_parameters(
     assert (conversion.obstacles, conversion.marks) == ((), 0)
     distributed = "model, optimizer = shoal.as_distributed(model, optimizer)"
     assert f"{made}\n{distributed}\n" in conversion.source
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "converted"),
+    [
+        ("in loader:", "in tqdm(loader):", "    for images, labels in loader:"),
+        ("in loader:", 'in tqdm(loader, desc=f"{epoch}"):', "    for images, labels in loader:"),
+        (
+            "in loader:",
+            "in tqdm(\n    loader,\n    leave=False\n):",
+            "    for images, labels in loader:",
+        ),
+        (
+            "images, labels in loader:",
+            "i, (images, labels) in tqdm(enumerate(loader), total=len(loader)):",
+            "    for i, (images, labels) in enumerate(loader):",
+        ),
+        (
+            "images, labels in loader:",
+            "i, (images, labels) in enumerate(tqdm(loader), 1):",
+            "    for i, (images, labels) in enumerate(loader, 1):",
+        ),
+        (
+            "    for images, labels in loader:",
+            "    bar = tqdm(loader, ncols=80)\n    for images, labels in bar:",
+            "    bar = loader",
+        ),
+        ("range(300)", "range(0, 300)", "for epoch in loader.epochs(300):"),
+        ("range(300)", "tqdm(range(300))", "for epoch in loader.epochs(300):"),
+        ("range(300)", "trange(300, desc='epochs')", "for epoch in loader.epochs(300):"),
+    ],
+)
+def test_progress_bars_around_a_loop_are_dropped(old: str, new: str, converted: str) -> None:
+    assert old in _PLAIN
+    conversion = convert(_IMPORTS + _PLAIN.replace(old, new))
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    assert converted in conversion.source.splitlines()
+    assert "tqdm(" not in conversion.source
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "number"), [("1", "301", "300"), ("1", "n + 1", "n"), ("1", "n", "n - 1")]
+)
+def test_epochs_counted_from_one_keep_their_numbers(begin: str, end: str, number: str) -> None:
+    conversion = convert(f"n = 3\n{_PLAIN.replace('range(300)', f'range({begin}, {end})')}")
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    assert f"for epoch in loader.epochs({number}):\n    epoch += 1  #" in conversion.source
+
+
+def test_loop_that_resumes_by_itself_is_converted_and_refuses_another_first_epoch() -> None:
+    resuming = (
+        "first, best = 0, 0.0\n"
+        "if resume:\n"
+        "    first = load(resume) + 1\n"
+        "for epoch in range(first, 300):"
+    )
+    conversion = convert(_PLAIN.replace(_RANGE, resuming))
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 1)
+    lines = conversion.source.splitlines()
+    at = lines.index("if first != 0:")
+    assert lines[at + 1].startswith("    raise SystemExit(")
+    assert lines[at + 2] == "for epoch in loader.epochs(300):"
+    assert "shoal.resume(directory)" in " ".join(lines[at - 3 : at])
+
+    unchanged = convert(_PLAIN.replace(_RANGE, "first = 0\nfor epoch in range(first, 300):"))
+    assert unchanged is not None
+    assert (unchanged.marks, "SystemExit" in unchanged.source) == (0, False)
+
+
+def test_an_average_above_as_distributed_moves_below_it_with_its_comment() -> None:
+    average = (
+        "# of the weights\n"
+        "average = AveragedModel(\n    model, multi_avg_fn=ema(0.9)\n).to(device)\n"
+    )
+    updated = f"{_STEP}\n        average.update_parameters(model)"
+    source = _PLAIN.replace(_MADE, f"{average}x = 1\n{_MADE}").replace(_STEP, updated)
+    conversion = convert(_IMPORTS + source)
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    distributed = "model, optimizer = shoal.as_distributed(model, optimizer)\n"
+    assert f"x = 1\n{_MADE}\n{distributed}{average}" in conversion.source
+    assert conversion.source.count("AveragedModel(") == 1
+    assert (
+        "        if optimizer.step():\n            average.update_parameters(model)\n"
+        in conversion.source
+    )
+
+
+def test_a_registered_scheduler_may_step_anywhere_in_the_loop() -> None:
+    schedule = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 9)"
+    source = _PLAIN.replace(_MADE, f"{_MADE}\n{schedule}").replace(
+        "        optimizer.zero_grad()", "        optimizer.zero_grad()\n        schedule.step()"
+    )
+    conversion = convert(source)
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    assert "        optimizer.zero_grad()\n        schedule.step()\n" in conversion.source
 
 
 _AFTER_IMPORTS = "\n\ntorch.manual_seed"
@@ -225,6 +325,7 @@ def test_loop_in_another_block_lists_only_true_obstacles(
     assert conversion.changes == 0
 
 
+_IMPORTS = "from torch.optim.swa_utils import AveragedModel\nfrom tqdm import tqdm, trange\n"
 _RANGE = "for epoch in range(300):"
 _STEP = "        optimizer.step()"
 _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
@@ -237,7 +338,14 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_RANGE, f"torch.distributed.barrier()\n{_RANGE}", "docs/migration/ddp.md"),
         (_MADE, f"{_MADE}\nother = nn.DataParallel(model)", "docs/migration/ddp.md"),
         ("import torch\n", "import torch\nimport accelerate\n", "docs/migration/accelerate.md"),
-        (_RANGE, "for epoch in range(1, 301):", "not `for ... in range(n)`"),
+        (_RANGE, "for epoch in range(2, 301):", "not `for ... in range(n)`"),
+        (_RANGE, f"first = 1\n{_RANGE.replace('300', 'first, 300')}", "shoal.resume restores"),
+        (
+            _RANGE,
+            f"if resume:\n    first = 0\n{_RANGE.replace('300', 'first, 300')}",
+            "shoal.resume restores",
+        ),
+        (_RANGE, "for epoch in tqdm(tqdm(range(300))):", "not `for ... in range(n)`"),
         (_RANGE, "while True:", "not `for ... in range(n)`"),
         ("import torch\n", "import torch\nimport trl\n", "docs/guides/trl.md"),
         (_RANGE, "for epoch in range(first, 300):", "shoal.resume restores the epoch"),
@@ -247,6 +355,26 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_STEP, f"{_STEP}; x = 1", "the line has more than one statement"),
         (_STEP, f"        if loss > 9:\n            break\n{_STEP}", "break, continue or return"),
         (_STEP, f"{_STEP}\n        x = 1\n        schedule.step()", "directly after"),
+        (
+            _MADE,
+            f"average = AveragedModel(model)\naverage.load_state_dict(saved)\n{_MADE}",
+            "an average created above as_distributed",
+        ),
+        (
+            _MADE,
+            f"d = 0.9\naverage = AveragedModel(model, avg_fn=ema(d))\nd = 0.01\n{_MADE}",
+            "an average created above as_distributed",
+        ),
+        (
+            _MADE,
+            f"def f():\n    return average(x)\n\n\naverage = AveragedModel(model)\nf()\n{_MADE}",
+            "an average created above as_distributed",
+        ),
+        (
+            "    for images, labels in loader:",
+            "    bar = tqdm(loader)\n    bar.set_description('x')\n    for images, labels in bar:",
+            "the script uses the progress bar bar",
+        ),
         ("        loss.backward()", "        if loss:\n            loss.backward()", "backward()"),
         (_MADE, _MADE.replace("model.parameters()", "[{'params': []}]"), "model.parameters()"),
         (_MADE, _MADE.replace("model.parameters()", "chosen()"), "model.parameters()"),
@@ -259,7 +387,7 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_MADE, f"other = model\n{_MADE}", "may keep a reference to"),
         (
             _MADE,
-            f"average = torch.optim.swa_utils.AveragedModel(model)\n{_MADE}",
+            f"average = torch.optim.swa_utils.AveragedModel(model)\nprint(average)\n{_MADE}",
             "an average created above as_distributed",
         ),
         (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),
@@ -272,7 +400,7 @@ def test_loop_of_an_unsupported_shape_is_kept_with_the_reason_and_marks(
     old: str, new: str, reason: str
 ) -> None:
     assert old in _PLAIN
-    source = _PLAIN.replace(old, new)
+    source = _IMPORTS + _PLAIN.replace(old, new)
     conversion = convert(source)
     assert conversion is not None
     assert reason in " ".join(conversion.obstacles)
@@ -285,7 +413,13 @@ def test_loop_of_an_unsupported_shape_is_kept_with_the_reason_and_marks(
     ("old", "new", "line", "remedy"),
     [
         (_RANGE, "while True:", "while True:", "loader.epochs(max_steps=n)"),
-        (_RANGE, "for epoch in range(1, 301):", "for epoch in range(1, 301):", "loader.epochs(n)"),
+        (_RANGE, "for epoch in range(2, 301):", "for epoch in range(2, 301):", "loader.epochs(n)"),
+        (
+            "    for images, labels in loader:",
+            "    bar = tqdm(loader)\n    for images, labels in bar:\n        bar.update()",
+            "    bar = tqdm(loader)",
+            "tqdm(loader, disable=not shoal.is_main_process())",
+        ),
         (
             _RANGE,
             "for epoch in range(first, 300):",
@@ -300,7 +434,7 @@ def test_unconverted_loop_names_what_to_write_instead(
     tmp_path: Path, old: str, new: str, line: str, remedy: str
 ) -> None:
     plain = tmp_path / "plain.py"
-    plain.write_text(_PLAIN.replace(old, new))
+    plain.write_text(_IMPORTS + _PLAIN.replace(old, new))
     shown = CliRunner().invoke(app, ["init", "--from", str(plain)]).stdout
     lines = (tmp_path / "plain_elastic.py").read_text().splitlines()
     at = next(n for n, each in enumerate(lines) if f"{MARK}not converted" in each)
@@ -315,7 +449,7 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     plain = tmp_path / "plain.py"
     counted = f"        if i % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
     source = (
-        _PLAIN.replace(_RANGE, "first = 0\nfor epoch in range(first, 300):")
+        _PLAIN.replace(_RANGE, "first = 1\nfor epoch in range(first, 300):")
         .replace("for images, labels in loader:", "for i, (images, labels) in enumerate(loader):")
         .replace("        optimizer.zero_grad()\n", "")
         .replace(_STEP, counted)
@@ -382,7 +516,7 @@ def test_copy_of_a_script_with_unknown_data_says_so() -> None:
 
 def test_marks_are_placed_above_decorators_and_multi_line_statements() -> None:
     source = _PLAIN + '    print(\n        """a\nb""",\n        epoch)\n'
-    conversion = convert(source.replace(_RANGE, "for epoch in range(0, 9):"))
+    conversion = convert(source.replace(_RANGE, "for epoch in range(2, 9):"))
     assert conversion is not None
     assert conversion.source.count(f"    {MARK}print()") == 2
 

@@ -40,6 +40,10 @@ def test_numbers_and_names_may_differ_and_words_may_not(said: str, expected: boo
     assert alike(SHOWN, said) is expected
 
 
+def test_number_of_decimals_is_not_compared() -> None:
+    assert alike("loss 0.0064\n", "loss 0.001884\n")
+
+
 def test_number_of_workers_is_compared() -> None:
     assert alike(
         "running, generation 1, 3 of 3 workers have a rank\n",

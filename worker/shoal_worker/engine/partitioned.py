@@ -355,7 +355,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def _begin_step(self) -> None:
         """Resets the flags that describe the current step's gradients."""
-        self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
+        self._clipped, self._handed_out = 1.0, 0.0
+        self._shown = self._skipped = self._carried = False
 
     @override
     def commit_payload(self) -> dict[str, Any]:
@@ -366,8 +367,6 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def take_commit(self, payload: Mapping[str, Any]) -> None:
         self._commit_payload = self._payload_type(**payload)
         self._hand_out(self._commit_payload)
-        with inside():
-            self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -408,16 +407,23 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         if step is None or step.share is None:
             return
         if not step.in_micro_batches and self._has_gradients:
-            self._shown = True
             self._session.lifecycle.reduce_and_commit()
-            if (
-                self._commit_payload is not None
-                and step.control is not None
-                and not math.isfinite(self._commit_payload.norm)
-            ):
-                self.scale_gradients(math.nan)
+        if step.control is not None and not self._shown:
+            self._show_gradients()
         if self._parts is not None:
             self._whereabouts.look_at(self._parts.optimized)
+
+    def _show_gradients(self) -> None:
+        """Notes the norm of this rank's gradients of a committed step before a GradScaler can
+        change them."""
+        self._shown = True
+        if self._commit_payload is None:
+            return
+        if self._clipped:
+            with inside():
+                self._handed_out = self._gradients.norm_here() / self._clipped
+        if not math.isfinite(self._commit_payload.norm):
+            self.scale_gradients(math.nan)
 
     @property
     def _scaled_by(self) -> float:

@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 
 from shoal.checking.loaders import DATA_LOADERS
 from shoal.checking.rules import EARLY_AVERAGE, Finding, averages, check
-from shoal.checking.script import Loop, Script
+from shoal.checking.script import Loop, Script, same_code
 from shoal.checking.steps import accumulating_loops, created_optimizers
 
 MARK: Final = "# shoal: "
@@ -679,6 +679,6 @@ def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int
             ),
         )
     marked = edits.apply()
-    if ast.dump(ast.parse(marked)) != ast.dump(script.tree):
+    if not same_code(Script(marked, name).tree, script.tree):
         raise AssertionError(f"comments changed {name}")
     return marked, edits.count

@@ -262,7 +262,9 @@ def as_distributed(
         if not any(p.is_meta for p in one.parameters()):
             one.to(session.device)
     parameters = (parameter for one in models for parameter in one.parameters())
-    session.registered.made_from(parameters, *(its_optimizer for its_optimizer, _ in taken_apart))
+    session.registered.made_from(
+        parameters, *(its_optimizer for its_optimizer, _ in taken_apart), device=session.device
+    )
     peers: list[ModelSession] = []
     among = [
         ModelSession(session, peers, SeveralEngines) if len(models) > 1 else None for _ in models

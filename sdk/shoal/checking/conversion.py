@@ -35,7 +35,16 @@ from shoal.checking.rules import (
     averages,
     check,
 )
-from shoal.checking.script import Function, Loop, Script, assigned, has_name, is_name, last_name
+from shoal.checking.script import (
+    Function,
+    Loop,
+    Script,
+    assigned,
+    has_name,
+    is_name,
+    last_name,
+    same_code,
+)
 from shoal.checking.steps import accumulating_loops, created_optimizers
 
 MARK: Final = "# shoal: "
@@ -989,6 +998,6 @@ def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int
             ),
         )
     marked = edits.apply()
-    if ast.dump(ast.parse(marked)) != ast.dump(script.tree):
+    if not same_code(Script(marked, name).tree, script.tree):
         raise AssertionError(f"comments changed {name}")
     return marked, edits.count

@@ -26,7 +26,13 @@ from shoal.checking.script import (
     words_in,
 )
 from shoal.checking.sources import Sources
-from shoal.checking.steps import OPTIMIZER_WORDS, OPTIMIZERS, accumulating_loops, counters
+from shoal.checking.steps import (
+    OPTIMIZER_WORDS,
+    OPTIMIZERS,
+    accumulating_loops,
+    counters,
+    sums_of_losses,
+)
 
 _IGNORED: Final = re.compile(r"#\s*shoal:\s*ignore\b")
 
@@ -74,10 +80,14 @@ _SAVES: Final = {
     "numpy.save": 0,
     "numpy.savez": 0,
     "numpy.savez_compressed": 0,
+    "numpy.savetxt": 0,
     "safetensors.torch.save_file": 1,
 }
 """Functions that write a file, and the position of its path among their arguments."""
-_WRITING_METHODS: Final = frozenset({"write_text", "write_bytes", "to_csv", "save_pretrained"})
+_WRITING_METHODS: Final = frozenset(
+    {"save_pretrained", "savefig", "to_csv", "to_parquet", "to_pickle", "tofile"}
+)
+"""Methods whose first argument is the path of a file that they write."""
 _STARTS_RECORD: Final = (
     "wandb.init",
     "mlflow.start_run",
@@ -100,6 +110,8 @@ def _files(script: Script) -> Iterator[Finding]:
         path = _written_path(name, call)
         if path is None or not script.runs_on_all_ranks(call) or _is_own(script, path):
             continue
+        if isinstance(path, ast.Name) and path.id in script.once(_open_files):
+            continue  # the call that opens it is reported
         if name == "torch.save":
             remedy = (
                 "shoal.save_checkpoint(directory) on every rank, or `if shoal.is_main_process():` "
@@ -116,10 +128,26 @@ def _files(script: Script) -> Iterator[Finding]:
         )
 
 
+def _open_files(script: Script) -> set[str]:
+    """Returns the names of variables that are open files."""
+    opened: list[tuple[ast.AST | None, ast.AST]] = [
+        (item.optional_vars, item.context_expr)
+        for node in script.of_type(ast.With)
+        for item in node.items
+    ]
+    opened += [(node.targets[0], node.value) for node in script.of_type(ast.Assign)]
+    return {
+        name.id
+        for name, value in opened
+        if isinstance(name, ast.Name) and isinstance(value, ast.Call) and last_name(value) == "open"
+    }
+
+
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
     """Returns the path that a call writes to; None if the call does not write a file."""
     if name in _SAVES:
-        return argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
+        keyword = {"torch.save": "f", "numpy.savetxt": "fname"}.get(name, "file")
+        return argument(call, _SAVES[name], keyword)
     if name in ("open", "io.open"):
         return argument(call, 0, "file") if _writes(argument(call, 1, "mode")) else None
     if isinstance(call.func, ast.Attribute):
@@ -292,6 +320,17 @@ def _accumulation(script: Script) -> Iterator[Finding]:
             "`for step in loader.steps():`, in it `for batch in step:` with backward(), and after "
             "that loop optimizer.step(), without the condition; do not divide the loss: "
             "docs/guides/accumulation.md",
+        )
+
+
+def _loss_sums(script: Script) -> Iterator[Finding]:
+    for adding, name in sums_of_losses(script):
+        yield _finding(
+            adding,
+            f"{name} counts an aborted step twice, because the step is retried; and a loss that "
+            "train_step did not return covers only this rank's samples",
+            "shoal.report(loss=loss) on every rank, whose mean `shoal run` shows; for your own "
+            "sum, see docs/guides/side-effects.md#average-the-loss-over-an-epoch",
         )
 
 
@@ -756,8 +795,8 @@ def _not_distributed(script: Script) -> Iterator[Finding]:
     names = {last_name(call) for call in script.calls()}
     if any(name.startswith("as_distributed") for name in names) or any(_trainers(script)):
         return
-    for loop in script.training_loops():
-        if "step" in {last_name(part) for part in ast.walk(loop) if isinstance(part, ast.Call)}:
+    for loop, executed in script.once(Sources).executed_by.items():
+        if "step" in {last_name(part) for part in executed if isinstance(part, ast.Call)}:
             yield _finding(
                 loop,
                 "training loop without as_distributed: every rank trains its own model",
@@ -772,6 +811,7 @@ _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _data,
     _sources,
     _accumulation,
+    _loss_sums,
     _values,
     _learning_rates,
     _copies,

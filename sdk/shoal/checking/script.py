@@ -17,8 +17,22 @@ _Result = TypeVar("_Result")
 
 _ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
 """Words that suggest that a condition selects one process."""
+_ONE_PROCESS_ARGUMENTS: Final = frozenset({"should_save", "should_log"})
+"""Attributes of transformers' arguments that are true in one process."""
+_HOOKS: Final = re.compile(
+    r"on_\w+|(training|validation|test|predict)_step|forward|setup|teardown|configure_\w+"
+    r"|(train|val|test|predict)_dataloader|compute_loss|compute_metrics|log"
+)
+"""Methods that a Trainer calls on every rank."""
+_WITH_HOOKS: Final = re.compile(
+    r"(transformers|trl|lightning|pytorch_lightning)\..+|shoal\.integ.+"
+)
+"""Classes of libraries with a Trainer."""
 _MAIN_FIRST: Final = ("main_first", "main_process_first", "local_main_process_first")
 _TRAINING_CALLS: Final = frozenset({"backward", "train_step"})
+_DEEPEST: Final = 100
+"""Depth to which the expressions of a statement are analysed. Recursive functions, such as
+`ast.unparse`, call several functions for each level."""
 
 
 class Script:
@@ -26,7 +40,7 @@ class Script:
 
     def __init__(self, source: str, name: str = "<script>") -> None:
         """Parses the source. Raises SyntaxError."""
-        self.tree = ast.parse(source, name)
+        self.tree = _parsed(source, name)
         self.lines = source.splitlines()
         self._parents = {
             child: parent
@@ -50,8 +64,8 @@ class Script:
         self._training_nodes = self._find_training_nodes()
         self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
-        """Scopes executed by every worker: the module (None), and the functions called from it
-        without a condition on the rank."""
+        """Scopes executed by every worker: the module (None), the hooks of Trainers, and the
+        functions called from these without a condition on the rank."""
 
     # ---------------------------------------------------------------------------------------- nodes
 
@@ -137,7 +151,10 @@ class Script:
 
     def mentions_rank(self, node: ast.AST) -> bool:
         """Returns whether an expression seems to depend on the rank, judged by the names in it."""
-        return any(_words(name) & _ONE_PROCESS or name in self._flags for name in _names_in(node))
+        return any(
+            _words(name) & _ONE_PROCESS or name in self._flags or name in _ONE_PROCESS_ARGUMENTS
+            for name in _names_in(node)
+        )
 
     def _is_guarded(self, node: ast.AST) -> bool:
         below = node
@@ -207,8 +224,8 @@ class Script:
         for call in self.calls():
             if not self._is_guarded(call):
                 by_scope.setdefault(self.scope(call), []).append(call)
-        found: set[Function | None] = {None}
-        left: list[Function | None] = [None]
+        found: set[Function | None] = {None, *self._hooks()}
+        left = [*found]
         while left:
             for call in by_scope.get(left.pop(), ()):
                 for function in self.called(call):
@@ -216,6 +233,17 @@ class Script:
                         found.add(function)
                         left.append(function)
         return found
+
+    def _hooks(self) -> Iterator[Function]:
+        """Yields the methods of callbacks, modules and Trainers that a library's Trainer calls on
+        every rank."""
+        for made in self.classes.values():
+            if any(_WITH_HOOKS.fullmatch(self.full_name(base)) for base in made.bases):
+                yield from (
+                    part
+                    for part in made.body
+                    if isinstance(part, Function) and _HOOKS.fullmatch(part.name)
+                )
 
     def called(self, call: ast.Call) -> Iterator[Function]:
         """Yields the functions of the script that a call may execute, including functions passed to
@@ -284,6 +312,56 @@ class Script:
     def is_in_training_loop(self, node: ast.AST) -> bool:
         """Returns whether the node is in the body of a training loop."""
         return any(isinstance(above, Loop) and self.trains(above) for above in self.above(node))
+
+
+def _parsed(source: str, name: str) -> ast.Module:
+    """Returns the syntax tree of a script. Parts of expressions that are nested too deeply, as in a
+    sum of hundreds of terms, are replaced by `...`. Raises SyntaxError."""
+    try:
+        tree = ast.parse(source, name)
+    except (RecursionError, MemoryError) as error:
+        raise SyntaxError(
+            "an expression is nested too deeply to be parsed", (name, 1, 1, None)
+        ) from error
+    left: list[tuple[ast.AST, int]] = [(tree, 0)]
+    while left:
+        node, depth = left.pop()
+        for field, value in ast.iter_fields(node):
+            if depth == _DEEPEST and isinstance(value, ast.expr):
+                setattr(node, field, _left_out(value))
+            elif depth == _DEEPEST and isinstance(value, list):
+                value[:] = [
+                    _left_out(each) if isinstance(each, ast.expr) else each for each in value
+                ]
+        left += (
+            (child, 0 if isinstance(child, ast.stmt) else min(depth + 1, _DEEPEST))
+            for child in ast.iter_child_nodes(node)
+        )
+    return tree
+
+
+def _left_out(node: ast.expr) -> ast.expr:
+    if isinstance(node, ast.Constant | ast.Name | ast.JoinedStr | ast.FormattedValue):
+        return node  # the last two are needed to print a string; their parts are replaced
+    return ast.copy_location(ast.Constant(...), node)
+
+
+def same_code(one: object, other: object) -> bool:
+    """Returns whether two syntax trees are equal except for positions."""
+    left = [(one, other)]
+    while left:
+        mine, its = left.pop()
+        if type(mine) is not type(its):
+            return False
+        if isinstance(mine, ast.AST):
+            left += [(getattr(mine, name, None), getattr(its, name, None)) for name in mine._fields]
+        elif isinstance(mine, list) and isinstance(its, list):
+            if len(mine) != len(its):
+                return False
+            left += zip(mine, its, strict=True)
+        elif mine != its:
+            return False
+    return True
 
 
 def _imported(tree: ast.AST) -> dict[str, str]:

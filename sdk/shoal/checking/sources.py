@@ -11,10 +11,21 @@ from typing import Final, TypeGuard
 
 from shoal.checking.draws import Draws
 from shoal.checking.loaders import PASSES_ON, all_loaders
-from shoal.checking.script import Function, Loop, Script, is_no_grad, last_name, words_in
+from shoal.checking.script import (
+    Function,
+    Loop,
+    Script,
+    assigned,
+    has_name,
+    is_no_grad,
+    last_name,
+    words_in,
+)
 
 _COUNTING: Final = frozenset({"range", "trange", "count", "repeat", "epochs"})
 _GETS: Final = frozenset({"get", "next", "sample", "make", "draw", "load", "fetch", "generate"})
+_RECORDS: Final = frozenset({"loss", "losses", "history", "log", "logs", "metrics", "rewards"})
+"""Words in the names of lists that a loop fills with results."""
 _FILLS: Final = frozenset({"append", "appendleft", "extend", "add", "push", "insert"})
 """Methods that add samples to a buffer."""
 
@@ -37,12 +48,14 @@ class Sources:
         self._script = script
         self._loaders = script.once(all_loaders)
         self._draws = Draws(script)
-        self._executed_by = {loop: [*self._executed(loop)] for loop in script.training_loops()}
+        self.executed_by = {loop: [*self._executed(loop)] for loop in script.training_loops()}
+        """Nodes that each training loop executes with gradients, including those in functions of
+        the script that it calls."""
 
     def drawn_by_next(self) -> Iterator[ast.expr]:
         """Yields the arguments of `next()` in training loops, except for `next(iter(loader))`,
         which reads only the first batch."""
-        for nodes in self._executed_by.values():
+        for nodes in self.executed_by.values():
             for node in nodes:
                 if _is_next(node) and not isinstance(node.args[0], ast.Call):
                     yield node.args[0]
@@ -52,26 +65,26 @@ class Sources:
         the script. Of nested loops, only the one that takes the batches is considered, or the
         innermost. Loops over `loader.epochs(n)` are left out if the script does not make their
         batches, because only Shoal's loaders have this method."""
-        executed = {loop: {*nodes} for loop, nodes in self._executed_by.items()}
+        executed = {loop: {*nodes} for loop, nodes in self.executed_by.items()}
         fed = [
             executed[loop]
-            for loop, nodes in self._executed_by.items()
+            for loop, nodes in self.executed_by.items()
             if any(self._loaders.of(source) for source in self._iterated(nodes))
         ]
         found = {
             loop: self._origin(loop, nodes)
-            for loop, nodes in self._executed_by.items()
+            for loop, nodes in self.executed_by.items()
             if not any(loop in others for others in fed)
         }
         takes_none = {
             inner
             for inner, origin in found.items()
             if origin.made_by is None
-            and all(map(self.counts, self._iterated(self._executed_by[inner])))
+            and all(map(self.counts, self._iterated(self.executed_by[inner])))
             and any(
                 outer is not inner
                 and inner in executed[outer]
-                and not all(map(self.counts, self._iterated(self._executed_by[outer])))
+                and not all(map(self.counts, self._iterated(self.executed_by[outer])))
                 for outer in found
             )
         }
@@ -174,16 +187,34 @@ class Sources:
 
     def _cuts(self, node: ast.AST) -> bool:
         """Returns whether a node is a loop that cuts its batches out of an array, as in `for i in
-        range(0, len(x), 32): x[i : i + 32]`."""
-        if not isinstance(node, ast.For) or not self.counts(node.iter):
+        range(0, len(x), 32): x[i : i + 32]`. The bounds may also be computed from the loop's
+        counter, and a `while` loop may count itself."""
+        if isinstance(node, ast.For) and self.counts(node.iter):
+            counters = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
+        elif isinstance(node, ast.While):
+            counters = {
+                part.target.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.AugAssign)
+                and isinstance(part.target, ast.Name)
+                and isinstance(part.op, ast.Add)
+                and has_name(node.test, part.target.id)
+            }
+        else:
             return False
-        targets = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
-        return any(
-            isinstance(part, ast.Name) and part.id in targets
-            for cut in ast.walk(node)
-            if isinstance(cut, ast.Slice)
-            for part in ast.walk(cut)
-        )
+        direct = counters if isinstance(node, ast.For) else set[str]()
+        bounds = _computed_from(counters, node)
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Subscript) or words_in(part.value) & _RECORDS:
+                continue
+            cuts = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
+            if any(isinstance(cut, ast.Slice) and _uses(cut, direct) for cut in cuts) or (
+                isinstance(part.ctx, ast.Load)
+                and isinstance(cuts[0], ast.Slice)
+                and _uses(cuts[0], bounds)
+            ):
+                return True
+        return False
 
     def _gets(self, node: ast.AST) -> bool:
         """Returns whether a node calls a function of the script that seems to make a batch, judged
@@ -192,6 +223,36 @@ class Sources:
             return False
         words = set(re.findall(r"[a-z]+", last_name(node).lower()))
         return bool(words & {"batch", "batches"} and words & _GETS)
+
+
+_ARITHMETIC: Final = (ast.BinOp, ast.UnaryOp, ast.Name, ast.Attribute, ast.Constant)
+_BOUNDS: Final = frozenset({"min", "max", "int", "len"})
+
+
+def _computed_from(counters: set[str], loop: ast.AST) -> set[str]:
+    """Returns the variables that a loop computes from its counters by arithmetic, including the
+    counters."""
+    found, before = {*counters}, set[str]()
+    while found != before:
+        before = {*found}
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Assign):
+                found |= {
+                    name
+                    for name, value in assigned(node)
+                    if _uses(value, found) and all(map(_is_arithmetic, ast.walk(value)))
+                }
+    return found
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _BOUNDS
+    return isinstance(node, (*_ARITHMETIC, ast.operator, ast.unaryop, ast.expr_context))
+
+
+def _uses(node: ast.AST, names: set[str]) -> bool:
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
 
 
 def _is_next(node: ast.AST) -> TypeGuard[ast.Call]:

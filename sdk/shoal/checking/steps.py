@@ -58,6 +58,130 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
             yield loop, steps[0][0]
 
 
+def sums_of_losses(script: Script) -> Iterator[tuple[ast.AST, str]]:
+    """Yields each statement that adds a loss to a sum or a list over several optimizer steps,
+    without a condition on the result of `optimizer.step()`, and the name of the sum."""
+    optimizers = script.once(optimizer_names)
+    registered = {  # restored after an aborted step
+        name
+        for node in script.of_type(ast.Assign)
+        if last_name(node.value) == "register_state"
+        for name, _ in assigned(node)
+    }
+    for adding, name, value in _additions(script):
+        around = script.loop_around(adding)
+        if around is None or not script.trains(around) or name.partition(".")[0] in registered:
+            continue
+        loop = next(
+            (each for each in (around, *_loops_above(script, around)) if _steps(each, optimizers)),
+            None,
+        )
+        if (
+            loop is not None
+            and any(has_name(value, loss) for loss in _losses(loop))
+            and not _starts_in(script, loop, name)
+            and not _follows_outcome(script, adding, loop)
+        ):
+            yield adding, name
+
+
+def _additions(script: Script) -> Iterator[tuple[ast.stmt, str, ast.AST]]:
+    """Yields each statement that adds to a sum or appends to a list: the statement, the name of the
+    sum or list, and what is added."""
+    for node in script.of_type(ast.AugAssign):
+        if isinstance(node.op, ast.Add):
+            yield node, ast.unparse(node.target), node.value
+    for made in script.of_type(ast.Assign):
+        if isinstance(made.value, ast.BinOp) and isinstance(made.value.op, ast.Add):
+            name = ast.unparse(made.targets[0])
+            for one, other in (
+                (made.value.left, made.value.right),
+                (made.value.right, made.value.left),
+            ):
+                if isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) == name:
+                    yield made, name, other
+    for call in script.calls():
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "append" and call.args:
+            yield script.statement(call), ast.unparse(call.func.value), call.args[0]
+
+
+def _loops_above(script: Script, loop: Loop) -> Iterator[Loop]:
+    while (around := script.loop_around(loop)) is not None:
+        yield around
+        loop = around
+
+
+def _steps(loop: Loop, optimizers: set[str]) -> bool:
+    return any(
+        isinstance(part, ast.Call) and is_optimizer_step(part, optimizers)
+        for part in ast.walk(loop)
+    )
+
+
+def _losses(loop: Loop) -> set[str]:
+    """Returns the variables of which a loop computes gradients, or that `train_step` returns."""
+    found = set[str]()
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and last_name(node) == "backward":
+            of = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            for differentiated in (*of, *node.args):
+                names = {part.id for part in ast.walk(differentiated) if isinstance(part, ast.Name)}
+                found |= {name for name in names if "loss" in name.lower()}
+                if isinstance(differentiated, ast.Name):
+                    found.add(differentiated.id)
+        elif isinstance(node, ast.Assign) and last_name(node.value) == "train_step":
+            found |= {name for name, _ in assigned(node)}
+    return found
+
+
+def _starts_in(script: Script, loop: Loop, name: str) -> bool:
+    """Returns whether each iteration of a loop gives a variable a new value."""
+    return any(
+        isinstance(node, ast.Assign | ast.AnnAssign)
+        and script.loop_around(node) is loop
+        and node.value is not None
+        and not _mentions(node.value, {name})
+        and any(
+            ast.unparse(target) == name
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        )
+        for node in ast.walk(loop)
+    )
+
+
+def _calls_step(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) and last_name(part) == "step" for part in ast.walk(node))
+
+
+def _follows_outcome(script: Script, node: ast.AST, loop: Loop) -> bool:
+    """Returns whether a statement in a loop depends on the result of a step."""
+    outcomes = {
+        name
+        for made in ast.walk(loop)
+        if isinstance(made, ast.Assign) and _calls_step(made.value)
+        for name, _ in assigned(made)
+    }
+
+    def tests_outcome(test: ast.AST) -> bool:
+        return _mentions(test, outcomes) or _calls_step(test)
+
+    below = node
+    for above in (*script.until(node, loop), loop):
+        if isinstance(above, ast.If) and below is not above.test and tests_outcome(above.test):
+            return True
+        for block in (getattr(above, name, None) for name in ("body", "orelse")):
+            if isinstance(block, list) and below in block:
+                for before in block[: block.index(below)]:
+                    if (
+                        isinstance(before, ast.If)
+                        and isinstance(before.body[-1], ast.Continue)
+                        and tests_outcome(before.test)
+                    ):
+                        return True
+        below = above
+    return False
+
+
 def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers: set[str]) -> bool:
     """Returns whether a loop is repeated a number of times, as in `for i in range(n)`, and runs a
     backward pass each time, and the optimizer steps after it. A loop that divides a batch of
@@ -87,7 +211,7 @@ def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers
 def _is_counted(loop: Loop) -> bool:
     """Returns whether a loop is `for i in range(n)`, or `while i < n` with `i += 1`."""
     if isinstance(loop, ast.While):
-        return isinstance(loop.test, ast.Compare) and _uses(loop.test, _counted_by(loop))
+        return isinstance(loop.test, ast.Compare) and _mentions(loop.test, _counted_by(loop))
     return last_name(loop.iter) in ("range", "trange", "tqdm")
 
 
@@ -149,7 +273,7 @@ def _counts(test: ast.expr, loop: Loop) -> bool:
     return (
         _has_remainder(test)
         or any(has_name(test, name) for name in remainders)
-        or (isinstance(test, ast.Compare) and _uses(test, counters))
+        or (isinstance(test, ast.Compare) and _mentions(test, counters))
     )
 
 
@@ -158,7 +282,7 @@ def _counted_by(loop: Loop) -> set[str]:
     return {name for node in loop.body if (name := incremented(node))}
 
 
-def _uses(node: ast.AST, names: set[str]) -> bool:
+def _mentions(node: ast.AST, names: set[str]) -> bool:
     return any(
         isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) in names
         for part in ast.walk(node)
@@ -227,26 +351,26 @@ def optimizer_names(script: Script) -> set[str]:
     return {ast.unparse(target) for target in made}
 
 
-def counters(
-    script: Script, value: ast.AST, followed: frozenset[ast.AST] = frozenset()
-) -> Iterator[ast.Name | ast.Attribute]:
+def counters(script: Script, value: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
     """Yields the variables in an expression that count steps of a training loop: names, and
     attributes of `self`. Also yields those on which the values of the other names depend."""
-    for part in ast.walk(value):
-        if (
-            isinstance(part, ast.Attribute)
-            and is_name(part.value, "self")
-            and _increments(script, script.of_type(ast.For, ast.While), ast.unparse(part))
-        ):
-            yield part
-    for name in (part for part in ast.walk(value) if isinstance(part, ast.Name)):
-        scope = script.scope(name)
-        if _counts_steps(script, scope, name.id):
-            yield name
-            continue
-        for origin in _origins(script, scope, name.id):
-            if origin not in followed:
-                yield from counters(script, origin, followed | {origin})
+    left = [value]
+    followed: dict[tuple[Function | None, str], bool] = {}
+    while left:
+        for part in ast.walk(left.pop()):
+            if isinstance(part, ast.Attribute):
+                if is_name(part.value, "self") and _increments(
+                    script, script.of_type(ast.For, ast.While), ast.unparse(part)
+                ):
+                    yield part
+            elif isinstance(part, ast.Name):
+                variable = script.scope(part), part.id
+                if variable not in followed:
+                    followed[variable] = _counts_steps(script, *variable)
+                    if not followed[variable]:
+                        left += _origins(script, *variable)
+                if followed[variable]:
+                    yield part
 
 
 def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
@@ -301,11 +425,18 @@ def _loops_in(node: ast.AST) -> Iterator[Loop]:
     return (part for part in ast.walk(node) if isinstance(part, Loop))
 
 
+def _assigned_values(script: Script) -> dict[tuple[Function | None, str], list[ast.AST]]:
+    """Returns the values that each variable of a scope is assigned."""
+    found: dict[tuple[Function | None, str], list[ast.AST]] = {}
+    for made in script.of_type(ast.Assign, ast.AnnAssign):
+        for name, value in assigned(made):
+            found.setdefault((script.scope(made), name), []).append(value)
+    return found
+
+
 def _origins(script: Script, scope: Function | None, name: str) -> Iterator[ast.AST]:
     """Yields the expressions whose values a variable of a scope may have."""
-    for made in script.of_type(ast.Assign, ast.AnnAssign):
-        if script.scope(made) is scope:
-            yield from (value for each, value in assigned(made) if each == name)
+    yield from script.once(_assigned_values).get((scope, name), ())
     if scope is None:
         return
     names = [each.arg for each in (*scope.args.posonlyargs, *scope.args.args)]

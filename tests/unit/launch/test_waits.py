@@ -31,7 +31,11 @@ STARTED: dict[str, Any] = {
         ({"joined": 1}, "2 of 3 workers to join"),
         ({"joined": 1, "open_": False}, "the coordinator and 2 of 3 workers to join"),
         ({"joined": 3}, "the first step"),
-        ({}, "3 of 3 workers to join (a script that does not use Shoal never joins)"),
+        ({}, "3 of 3 workers to join (they may still be importing packages)"),
+        (
+            {"seconds": 130.0},
+            "3 of 3 workers to join (a script that does not use Shoal never joins)",
+        ),
         ({"seconds": PLAIN_AFTER_S}, ""),  # a plain script
     ],
 )

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from shoal.checking.conversion import convert
 from shoal.checking.loaders import Loaders
 from shoal.checking.rules import Finding, check
 from shoal.checking.script import Script
@@ -107,6 +108,14 @@ def _checked(source: str) -> list[Finding]:
         ("", "if epoch % 2 == 0:\n    print(epoch)", "print(epoch)"),
         ("", "torch.save(net.state_dict(), 'a.pt')", "torch.save(net.state_dict(), 'a.pt')"),
         ("log = open('log.txt', 'a')", "", "log = open('log.txt', 'a')"),
+        ("", "values.numpy().tofile('a.bin')", "values.numpy().tofile('a.bin')"),
+        ("import numpy", "numpy.savetxt('a.txt', x)", "numpy.savetxt('a.txt', x)"),
+        ("", "figure.savefig('a.png')", "figure.savefig('a.png')"),
+        (
+            "",
+            "with open('a.bin', 'wb') as file:\n    values.tofile(file)",
+            "with open('a.bin', 'wb') as file:",
+        ),
         ("logging.basicConfig()", "", "logging.basicConfig()"),
         ("bar = tqdm(range(3))", "", "bar = tqdm(range(3))"),
         ("best = 0.0", "if value > best:\n    best = value", "best = 0.0"),
@@ -166,6 +175,7 @@ def test_a_line_is_reported(before: str, inside: str, line: str) -> None:
         ("text = open('config.json').read()", ""),
         ("with shoal.main_first():\n    open('a', 'w')", ""),
         ("", "torch.save(state, f'part-{shoal.rank()}.pt')"),
+        ("", "if shoal.is_main_process():\n    values.tofile('a.bin')"),
         ("run = shoal.register_state(best=0.0)", "run.best = max(run.best, value)"),
         ("limit = 5", "if epoch > limit:\n    break"),
         ("total = 0.0", "total += value"),
@@ -358,6 +368,17 @@ _STEP = f"{_PASS}\n    optimizer.step()\n"
             "x, y = tokens.next_batch()",
         ),
         (
+            "for epoch in range(3):\n  for b in range(len(data) // bs):\n    start = b * bs\n"
+            f"    end = min(start + bs, len(data))\n    x, y = data[start:end], labels[start:end]\n"
+            f"    {_STEP}",
+            "for b in range(len(data) // bs):",
+        ),
+        (
+            "for epoch in range(3):\n  at = 0\n  while at < len(data):\n"
+            f"    x, y = data[at : at + bs], labels[at : at + bs]\n    at += bs\n    {_STEP}",
+            "while at < len(data):",
+        ),
+        (
             "def windows():\n    while True:\n        yield data[torch.randperm(n)[:8]]\n"
             f"batches = windows()\nfor it in range(9):\n    x, y = next(batches)\n    {_STEP}",
             "yield data[torch.randperm(n)[:8]]",
@@ -395,6 +416,10 @@ def test_batches_that_the_script_makes_are_reported(loop: str, line: str) -> Non
         f"    if random.choice([True, False]):\n        x = -x\n    {_STEP}",
         "import random\nsizes = [8, 16]\nx, y = everything()\nfor it in range(9):\n"
         f"    x = resize(x, random.choice(sizes))\n    {_STEP}",
+        # cuts of a feature dimension, and of a list of results
+        f"x, y = everything()\nfor it in range(9):\n    i = it % 4\n    x = x[:, i : i + 8]\n"
+        f"    {_STEP}",
+        f"x, y = everything()\nfor it in range(9):\n    show(history[it - 5 : it])\n    {_STEP}",
         f"x, y = everything()\nfor it in range(9):\n    i = random.randrange(4)\n"
         f"    x = x[:, i : i + 8]\n    {_STEP}",
         # draws for validation
@@ -591,6 +616,201 @@ def test_a_learning_rate_from_the_runs_steps_or_epochs_is_not_reported(loop: str
     assert check(_START + loop) == []
 
 
+_SUMS = "for epoch in loader.epochs(3):\n  total = 0.0\n"
+_ADD = "loss = nn.functional.mse_loss(model(x), y)\n    loss.backward()\n    "
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (
+            f"{_SUMS}  for x, y in loader:\n    {_ADD}optimizer.step()\n    total += loss.item()\n",
+            "total += loss.item()",
+        ),
+        (
+            f"{_SUMS}  for x, y in loader:\n    {_ADD}total = total + float(loss)\n"
+            "    if not optimizer.step():\n      continue\n",
+            "total = total + float(loss)",
+        ),
+        (
+            f"{_SUMS}  for step in loader.steps():\n   for x, y in step:\n    {_ADD}"
+            "total += loss.item()\n   if optimizer.step():\n    scheduler.step()\n",
+            "total += loss.item()",
+        ),
+        (
+            f"losses = []\nfor x, y in loader:\n    {_ADD}optimizer.step()\n"
+            "    losses.append(loss.item())\n",
+            "losses.append(loss.item())",
+        ),
+    ],
+)
+def test_a_sum_of_losses_that_counts_aborted_steps_is_reported(loop: str, line: str) -> None:
+    found = check(_START + loop) or []
+    source = (_START + loop).splitlines()
+    assert [source[each.line - 1].strip() for each in found] == [line]
+    assert "an aborted step twice" in found[0].what
+    assert "#average-the-loss-over-an-epoch" in found[0].remedy
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        f"{_SUMS}  for x, y in loader:\n    {_ADD}if optimizer.step():\n"
+        "      total += loss.item()\n",
+        f"{_SUMS}  for x, y in loader:\n    {_ADD}if not optimizer.step():\n      continue\n"
+        "    total += loss.item()\n",
+        f"{_SUMS}  for x, y in loader:\n    {_ADD}done = scaler.step(optimizer)\n    if done:\n"
+        "      total += loss.item()\n",
+        # within a step, and in a registered value, which is restored
+        "for step in loader.steps():\n  in_step = 0.0\n  for x, y in step:\n"
+        f"    {_ADD}in_step += loss.item()\n  optimizer.step()\n",
+        "run = shoal.register_state(total=0.0)\nfor x, y in loader:\n"
+        f"    {_ADD}optimizer.step()\n    run.total += loss.item()\n",
+        # not a loss; a part of the loss
+        f"{_SUMS}  for x, y in loader:\n    {_PASS}\n    optimizer.step()\n    total += len(x)\n",
+        "for x, y in loader:\n    loss = first(model(x), y)\n    loss += second(model(x), y)\n"
+        "    loss.backward()\n    optimizer.step()\n",
+    ],
+)
+def test_other_sums_in_a_training_loop_are_not_reported(loop: str) -> None:
+    assert check(_START + loop) == []
+
+
+_TRAINER_CLASS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Trainer:
+    def __init__(self, model, optimizer, loader, every):
+        self.model, self.optimizer, self.every = model, optimizer, every
+        self.loader = loader
+
+    def _run_batch(self, x, y):
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+
+    def _run_epoch(self, epoch):
+        print(f"epoch {epoch}")
+        for x, y in self.loader:
+            self._run_batch(x, y)
+
+    def _save(self, epoch):
+        torch.save(self.model.state_dict(), "checkpoint.pt")
+
+    def train(self, epochs):
+        for epoch in range(epochs):
+            self._run_epoch(epoch)
+            if epoch % self.every == 0:
+                self._save(epoch)
+
+def main():
+    net = nn.Linear(4, 2)
+    loader = DataLoader(dataset(), batch_size=8, shuffle=True)
+    Trainer(net, torch.optim.SGD(net.parameters(), 0.1), loader, 2).train(3)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_class_that_trains_is_checked() -> None:
+    lines = _TRAINER_CLASS.splitlines()
+    assert {lines[each.line - 1].strip() for each in check(_TRAINER_CLASS) or []} == {
+        'print(f"epoch {epoch}")',
+        'torch.save(self.model.state_dict(), "checkpoint.pt")',
+        "for x, y in self.loader:",  # training without as_distributed
+        "loader = DataLoader(dataset(), batch_size=8, shuffle=True)",
+    }
+
+
+_CALLBACKS = """
+import torch
+from shoal.integrations.transformers import Trainer, TrainingArguments
+from transformers import TrainerCallback
+import lightning
+
+class Shows(TrainerCallback):
+    def on_epoch_end(self, args, state, control, **kwargs):
+        print(state.epoch)
+        if state.is_world_process_zero:
+            print(state.log_history)
+        if args.should_save:
+            open("log.txt", "w")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        self._write(state)
+
+    def _write(self, state):
+        open("steps.txt", "w")
+
+class Mine(Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        torch.save(inputs, "inputs.pt")
+        return super().compute_loss(model, inputs, **kwargs)
+
+class Net(lightning.LightningModule):
+    def training_step(self, batch, index):
+        self._show(index)
+    def _show(self, index):
+        print(index)
+    @lightning.pytorch.utilities.rank_zero_only
+    def on_fit_end(self):
+        print("done")
+    def prepare_data(self):
+        open("data.bin", "wb")
+
+Mine(model, TrainingArguments("out"), callbacks=[Shows()]).train()
+"""
+
+
+def test_output_of_callbacks_and_modules_that_every_rank_calls_is_reported() -> None:
+    lines = _CALLBACKS.splitlines()
+    assert [lines[each.line - 1].strip() for each in check(_CALLBACKS) or []] == [
+        "print(state.epoch)",
+        'torch.save(inputs, "inputs.pt")',
+        "print(index)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        " + ".join("abc"[i % 3] for i in range(800)),
+        "a" + ".b" * 700,
+        "a" + ".b(1)" * 400,
+        " if a else ".join("a" * 600),
+        "f'{" + " + ".join("a" * 500) + ":{a + a}}'",
+    ],
+)
+def test_deeply_nested_expressions_are_checked(expression: str) -> None:
+    lines = """
+value = {}
+with open({}, 'w') as out: pass
+model.step({}); (lambda: 1).x[{}] = 3
+rate = {}
+for group in optimizer.param_groups: group['lr'] = rate
+""".replace("{}", expression)
+    source = f"{_START}{lines}{_LOOP}{textwrap.indent(lines, '        ')}\n    print(epoch)\n"
+    found = check(source)
+    assert found is not None
+    assert found[-1].what.startswith("print()")
+    assert convert(source) is not None
+
+
+def test_long_chains_of_statements_are_checked() -> None:
+    branches = "".join(f"elif kind == {number}:\n    width = {number}\n" for number in range(300))
+    rates = "".join(f"r{number + 1} = r{number} * 1\n" for number in range(1000))
+    source = f"{_START}if kind:\n    width = 1\n{branches}r0 = 1\n{rates}"
+    loop = f"{_LOOP}        optimizer.param_groups[0]['lr'] = r1000\n"
+    assert check(source + loop) == []
+    assert convert(source + loop) is not None
+
+
 _AVERAGE = "torch.optim.swa_utils.AveragedModel(net)"
 _OWN_AVERAGE = "class EMA:\n    def update(self, model): ...\n"
 
@@ -646,6 +866,7 @@ def test_an_average_that_is_early_or_not_registered_is_reported(
             {
                 "ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))": "an average",
                 "if (i + 1) % args.accum_steps == 0 or i + 1 == len(train_loader):": "gradients a",
+                "running += loss.item() * args.accum_steps": "running counts an aborted step twi",
                 "train_loader = DataLoader(train_set, batch_size=args.batch_size, shuffle=True)": (
                     "the DataLoader of the training loop"
                 ),
@@ -741,7 +962,7 @@ def test_a_script_without_a_training_loop_is_not_checked(tmp_path: Path) -> None
     assert result.stdout.splitlines()[1:] == ["nothing to change in 1 of 2 scripts"]
 
 
-@pytest.mark.parametrize("content", [None, "def (:\n"])
+@pytest.mark.parametrize("content", [None, "def (:\n", "a = " + "-" * 20_000 + "1\n"])
 def test_files_that_are_not_scripts_are_refused(tmp_path: Path, content: str | None) -> None:
     script = tmp_path / "a.py"
     if content is not None:

@@ -349,7 +349,9 @@ def test_group_membership_and_trainability_of_parameters_are_among_the_settings(
         registered = RegisteredState()
         first.requires_grad_(not frozen)
         registered.made_from(
-            net.parameters(), torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups])
+            net.parameters(),
+            torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups]),
+            device=torch.device("cpu"),
         )
         settings_seen.append(str(registered.settings))
     assert len(set(settings_seen)) == len(settings_seen)

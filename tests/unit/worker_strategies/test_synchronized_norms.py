@@ -121,7 +121,8 @@ def first_pass(net: nn.Module, samples: TensorDataset, batch: int, **options: An
 
 def test_micro_batches_are_refused() -> None:
     with pytest.raises(
-        shoal.ConfigurationError, match="Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
+        shoal.ConfigurationError,
+        match=r"Leave out micro_batch_size= \(in a Trainer, the accumulation of gradients\), or",
     ):
         shoal.launch(
             lambda: first_pass(network(synchronized=True), data(), BATCH, micro_batch_size=2),

@@ -4,6 +4,7 @@ inner optimizer updates shards."""
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -203,6 +204,45 @@ def test_a_grad_scaler_finds_the_gradients_of_a_rank_that_had_no_micro_batch(str
     (expected,) = shoal.launch(scaled_in_parts, "ddp", world_size=1)
     for values in shoal.launch(scaled_in_parts, strategy, world_size=3):
         torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
+
+
+def scaled_on_few(*, registered_early: bool) -> list[Any]:
+    """Trains in steps of two micro-batches, of which one of three ranks has none from the first
+    step on. The gradients of the second step overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    if registered_early:
+        shoal.register_state(scaler=scaler)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), lr=0.01))
+    steps = shoal.ElasticDataLoader(
+        TensorDataset(X[:8]), global_batch_size=2, micro_batch_size=1, shuffle=False
+    ).steps()
+    for number, step in enumerate(steps):
+        for (x,) in step:
+            factor = float("inf") if number == 1 else 1.0
+            scaler.scale(model(x).square().mean() * factor).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [
+        scaler.get_scale(),
+        {name: value.tolist() for name, value in model.full_state_dict().items()},
+    ]
+
+
+@pytest.mark.parametrize("registered_early", [False, True])
+def test_a_rank_without_a_micro_batch_in_the_first_step_can_use_a_grad_scaler(
+    registered_early: bool,
+) -> None:
+    trained = functools.partial(scaled_on_few, registered_early=registered_early)
+    ((scale, expected),) = shoal.launch(trained, world_size=1)
+    for its_scale, values in shoal.launch(trained, world_size=3):
+        assert its_scale == scale == 8.0
+        for name, value in values.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]))
 
 
 def compares_groups(strategy: str) -> list[Any]:

@@ -129,7 +129,7 @@ def test_equal_writes_on_all_ranks_act_as_in_one_process(
 def test_writes_that_depend_on_a_ranks_own_samples_are_refused(
     strategy: str, how: str, micro: int | None
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"0\.shift") as refused:
+    with pytest.raises(ConfigurationError, match=r"0\.shift.*if not shoal\.is_joining") as refused:
         shoal.launch(train, act_norm, how, strategy, micro, world_size=2)
     assert refused.value.reason == "PARAMETERS_WRITTEN"
 

@@ -111,9 +111,10 @@ _STAND_IN = (
 )
 _SINGLE_SAMPLE = (
     'a batch of one. The model has batch normalization, which raises "Expected more than 1 value '
-    'per channel" if a sample has one value per channel. Use a global_batch_size of at least 2 '
-    "samples for each rank that may join, micro-batches and shards that leave no single sample "
-    "over, drop_last=True if only the last step is short, or SyncBatchNorm"
+    'per channel" if a sample has one value per channel. Use a batch of at least 2 samples for '
+    "each rank that may join, micro-batches and shards that leave no single sample over, "
+    "drop_last=True (of the loader, or the Trainer's) if only the last step is short, or "
+    "SyncBatchNorm"
 )
 
 

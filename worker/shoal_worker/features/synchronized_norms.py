@@ -89,9 +89,10 @@ class NormsOfRanks:
         """
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
-                "the model has a SyncBatchNorm, but the loader has micro_batch_size=: ranks have "
-                "different numbers of micro-batches, so a layer cannot normalize over all ranks. "
-                "Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
+                "the model has a SyncBatchNorm, but the steps are divided into micro-batches: "
+                "ranks have different numbers of them, so a layer cannot normalize over all "
+                "ranks. Leave out micro_batch_size= (in a Trainer, the accumulation of "
+                "gradients), or use BatchNorm or GroupNorm"
             )
         weight = self._ranks.weight
         return float(weight > 0) if weight is not None and self._sums else weight

@@ -55,10 +55,10 @@ class WholeBatch:
             raise ConfigurationError(f"whole_batch: {self._refusal}")
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
-                "whole_batch: the loader has micro_batch_size=, and ranks have different numbers "
-                "of micro-batches, so they cannot communicate in each of them. Leave out "
-                "micro_batch_size=; to save memory, compute the features under "
-                "torch.utils.checkpoint"
+                "whole_batch: the steps are divided into micro-batches, and ranks have different "
+                "numbers of them, so they cannot communicate in each of them. Leave out "
+                "micro_batch_size= (in a Trainer, the accumulation of gradients); to save "
+                "memory, compute the features under torch.utils.checkpoint"
             )
         weight = self._ranks.weight
         whole = (

@@ -534,8 +534,8 @@ class AccumulatedReduction:
     def _lay_out(self, trained: list[nn.Parameter]) -> None:
         if any(p.is_complex() for p in trained):
             raise ConfigurationError(
-                "complex parameters cannot be trained in micro-batches; use the loader without "
-                "micro_batch_size="
+                "complex parameters cannot be trained in micro-batches; leave out "
+                "micro_batch_size= (in a Trainer, the accumulation of gradients)"
             )
         self._parameters = trained
         wide = self._config.deterministic or any(p.dtype == torch.float64 for p in trained)

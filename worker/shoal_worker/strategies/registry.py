@@ -262,8 +262,9 @@ def _check_embeddings(module: nn.Module) -> None:
         if each.scale_grad_by_freq:
             _log.warning(
                 "%s is an %s with scale_grad_by_freq=True: each rank counts frequencies in its "
-                "own part of the batch, so the result depends on the number of ranks. Pass "
-                "micro_batch_size=, which divides batches in the same way for any number of ranks",
+                "own part of the batch, so the result depends on the number of ranks. Use "
+                "micro-batches (micro_batch_size= of the loader; in a Trainer, accumulate "
+                "gradients), which are the same for any number of ranks",
                 path or "the model",
                 kind,
             )

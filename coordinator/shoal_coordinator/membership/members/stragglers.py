@@ -117,8 +117,8 @@ def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
         more = f" and {len(idle) - _MOST_NAMED} more" if len(idle) > _MOST_NAMED else ""
         text = (
             f"{names}{more} {'has' if len(idle) == 1 else 'have'} no work: a step has fewer "
-            "micro-batches than there are ranks; choose a smaller micro_batch_size, a larger "
-            "global_batch_size, or fewer workers"
+            "micro-batches than there are ranks; choose smaller micro-batches (in a Trainer, a "
+            "smaller batch and more accumulation), a larger global batch, or fewer workers"
         )
         return {idle[0].member_id: text}
     found = {}
@@ -136,8 +136,8 @@ def _by_computing(reports: list[Report], leased: bool) -> dict[str, str]:
             )
             if not one.progress.share and not leased:
                 text += (
-                    "; if it is always slower, a loader with micro_batch_size= and balance=True "
-                    "gives it less work"
+                    "; if a step cannot be divided evenly, some ranks get more of it; if this one "
+                    "is always slower, see docs/guides/unequal-machines.md"
                 )
             found[one.member_id] = text
     return found

@@ -11,6 +11,9 @@ from typing import Final
 PLAIN_AFTER_S: Final = 600.0
 """Time in seconds after which workers that have not joined the job are assumed to run a script that
 does not use Shoal."""
+_IMPORTS_S: Final = 120.0
+"""Time in seconds that workers may need to import their packages (transformers, for example) on a
+busy machine. Only then is a script that does not use Shoal a likely reason."""
 
 
 def awaited(
@@ -48,7 +51,10 @@ def awaited(
         missing = workers - joined
         waits.append(f"{missing} of {workers} workers to join" if missing > 0 else "the first step")
     elif seconds < PLAIN_AFTER_S:
-        waits.append(
-            f"{workers} of {workers} workers to join (a script that does not use Shoal never joins)"
+        reason = (
+            "they may still be importing packages"
+            if seconds < _IMPORTS_S
+            else "a script that does not use Shoal never joins"
         )
+        waits.append(f"{workers} of {workers} workers to join ({reason})")
     return " and ".join(waits)

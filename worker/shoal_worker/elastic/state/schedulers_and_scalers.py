@@ -289,6 +289,8 @@ class RegisteredState:
         self.applying = False
         """True while one of the run's optimizers executes its step. Steps of other optimizers are
         then part of that step."""
+        self._device: torch.device | None = None
+        """This rank's device; None before `as_distributed`."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The models' parameters as created by the user, by id."""
         self._groups: list[list[int]] = []
@@ -315,10 +317,16 @@ class RegisteredState:
             self._optimizers.append(optimizer)
 
     def made_from(
-        self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None
+        self,
+        parameters: Iterable[torch.Tensor],
+        *optimizers: torch.optim.Optimizer | None,
+        device: torch.device,
     ) -> None:
         """Sets the run's optimizers, in the form in which the user created them. `parameters`: all
-        parameters of the models."""
+        parameters of the models. `device`: this rank's device."""
+        self._device = device
+        for value in self._all.values():
+            self._create_scale(value)
         self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
@@ -476,6 +484,7 @@ class RegisteredState:
         # raises now if the state could not be sent or saved later
         flatten({name: value.state_dict()})
         where[name] = value
+        self._create_scale(value)
         advance = next(
             method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker
         )
@@ -485,6 +494,12 @@ class RegisteredState:
             _load(value, self._pending.pop(name))
             if self._loaded_settings is not None and isinstance(value, LRScheduler):
                 self._put_settings(self._loaded_settings)
+
+    def _create_scale(self, value: Any) -> None:
+        """Creates the scale of a GradScaler on this rank's device. torch creates it in the first
+        `scale()`, which a rank without a micro-batch does not call before `unscale_()`."""
+        if isinstance(value, torch.amp.GradScaler) and self._device is not None:
+            value.scale(torch.zeros((), device=self._device))
 
     @property
     def _all(self) -> dict[str, Any]:

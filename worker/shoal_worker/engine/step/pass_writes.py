@@ -277,10 +277,13 @@ class WrittenParameters:
             else "another rank wrote a parameter or a buffer"
         )
         return ConfigurationError(
-            f"{what} in the passes of a step (for example by forward()), to values that differ "
-            "between ranks or micro-batches, so the replicas would drift apart. Compute the "
-            "value from the whole batch (shoal.whole_batch(x)), write it once before "
-            "as_distributed, or keep it in a buffer, whose changes are averaged",
+            f"{what} in the passes of a step (for example by forward()), or in a worker that "
+            "joined, before its first batch (for example by load_full() between two loops), to "
+            "values that differ between ranks or micro-batches, so the replicas would drift "
+            "apart. Compute the value from the whole batch (shoal.whole_batch(x)), write it once "
+            "before as_distributed, or keep it in a buffer, whose changes are averaged; write "
+            "between two loops only `if not shoal.is_joining():`, because a joining worker has "
+            "already received the other workers' values",
             reason="PARAMETERS_WRITTEN",
         )
 

@@ -147,17 +147,26 @@ def test_a_group_that_a_script_appends_is_refused() -> None:
         shoal.launch(adds_a_group, "zero1", world_size=2)
 
 
-def scaled(strategy: str) -> list[Any]:
+def scaled(strategy: str, *, in_parts: bool = False) -> list[Any]:
     """Trains with a grad scaler that unscales and clips. The gradients of the second step
-    overflow."""
+    overflow.
+
+    `in_parts`: in steps of micro-batches.
+    """
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     norms = []
-    for number, (x,) in enumerate(
-        shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, shuffle=False)
-    ):
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(X),
+        global_batch_size=8,
+        micro_batch_size=2 if in_parts else None,
+        shuffle=False,
+    )
+    for number, step in enumerate(loader.steps() if in_parts else ([batch] for batch in loader)):
         optimizer.zero_grad()
-        scaler.scale(model(x).square().mean() * (float("inf") if number == 1 else 1.0)).backward()
+        factor = float("inf") if number == 1 else 1.0
+        for (x,) in step:
+            scaler.scale(model(x).square().mean() * factor).backward()
         scaler.unscale_(optimizer)
         norms.append(float(model.clip_grad_norm_(0.1)))
         scaler.step(optimizer)
@@ -170,10 +179,14 @@ def scaled(strategy: str) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid", "tensor"])
-def test_grad_scaler_unscales_the_gradients_that_ranks_update(strategy: str) -> None:
+def test_grad_scaler_unscales_the_gradients_that_ranks_update(
+    strategy: str, in_parts: bool
+) -> None:
     (expected,) = shoal.launch(scaled, "ddp", world_size=1)
-    for norm, last, scale, values in shoal.launch(scaled, strategy, world_size=2):
+    trained = functools.partial(scaled, strategy, in_parts=in_parts)
+    for norm, last, scale, values in shoal.launch(trained, world_size=2):
         assert [norm, last, scale] == pytest.approx(expected[:3], rel=1e-9)
         for name, value in values.items():
             torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[3][name]))

@@ -60,7 +60,9 @@ def accumulating_loops(script: Script) -> Iterator[tuple[Loop, ast.stmt]]:
 
 def sums_of_losses(script: Script) -> Iterator[tuple[ast.AST, str]]:
     """Yields each statement that adds a loss to a sum or a list over several optimizer steps,
-    without a condition on the result of `optimizer.step()`, and the name of the sum."""
+    without a condition on the result of `optimizer.step()`, and the name of the sum. Considers only
+    loops over loaders, because only a loader returns the samples of an aborted step again."""
+    loaders = script.once(all_loaders)
     optimizers = script.once(optimizer_names)
     registered = {  # restored after an aborted step
         name
@@ -78,6 +80,10 @@ def sums_of_losses(script: Script) -> Iterator[tuple[ast.AST, str]]:
         )
         if (
             loop is not None
+            and any(
+                isinstance(each, ast.For) and loaders.of(each.iter)
+                for each in (loop, *_loops_above(script, loop))
+            )
             and any(has_name(value, loss) for loss in _losses(loop))
             and not _starts_in(script, loop, name)
             and not _follows_outcome(script, adding, loop)

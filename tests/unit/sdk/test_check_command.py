@@ -58,7 +58,7 @@ def test_examples_are_clean_except_the_plain_ones(path: Path) -> None:
         assert [finding.what.split()[0] for finding in found] == {
             "examples": ["the", "training", "print()"],
             "classifier": [
-                *["every", "the", "an", "the", "training", "tqdm()", "print()"],
+                *["every", "the", "an", "the", "training", "tqdm()", "total", "print()"],
                 *["torch.save()"] * 2,
                 *["print()", "torch.save()"],
             ],
@@ -674,6 +674,16 @@ def test_a_sum_of_losses_that_counts_aborted_steps_is_reported(loop: str, line: 
 )
 def test_other_sums_in_a_training_loop_are_not_reported(loop: str) -> None:
     assert check(_START + loop) == []
+
+
+def test_a_sum_of_losses_is_reported_only_if_a_loader_repeats_the_batch() -> None:
+    loop = (
+        f"losses = []\nfor x, y in batches():\n    {_ADD}losses.append(float(loss.detach()))\n"
+        "    optimizer.step()\n"
+    )
+    for batches, repeated in (("batches()", False), ("loader", True)):
+        found = check(_START + loop.replace("batches()", batches)) or []
+        assert any("an aborted step twice" in each.what for each in found) == repeated
 
 
 _TRAINER_CLASS = """

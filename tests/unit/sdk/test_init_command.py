@@ -140,7 +140,7 @@ main()
 """
     conversion = convert(source)
     assert conversion is not None
-    assert (conversion.obstacles, conversion.marks) == ((), 1)
+    assert (conversion.obstacles, conversion.marks) == ((), 2)
     lines = conversion.source.splitlines()
     at = lines.index("\tmodel, optimizer = shoal.as_distributed(model, optimizer)")
     assert lines[at - 1] == "\t\tmodel.parameters(), 0.1)"
@@ -152,6 +152,7 @@ main()
     ]
     at = lines.index("\tbest = 9.0")
     assert lines[at - 3].startswith(f"\t{MARK}the training loop depends on best")
+    assert f"\t\t\t{MARK}total counts an aborted step twice" in conversion.source
     assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
 
 

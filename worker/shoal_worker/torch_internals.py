@@ -270,3 +270,9 @@ def scales(scaler: Any, optimizer: object) -> bool:
     `update()`."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     return bool(state and state.get("found_inf_per_device"))
+
+
+def has_unscaled(scaler: Any) -> bool:
+    """Returns whether a GradScaler has unscaled gradients that no optimizer has used yet."""
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    return any(getattr(state.get("stage"), "name", "") == "UNSCALED" for state in states)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+from shoal_common.errors import PreconditionError
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -217,6 +218,29 @@ def test_a_grad_scaler_finds_the_gradients_of_a_rank_that_had_no_micro_batch(str
     (expected,) = shoal.launch(scaled_in_parts, "ddp", world_size=1)
     for values in shoal.launch(scaled_in_parts, strategy, world_size=3):
         torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
+
+
+def unscaled_early(strategy: str) -> None:
+    _, model, optimizer, _ = make(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in shoal.ElasticDataLoader(
+        TensorDataset(X[:8]), global_batch_size=4, micro_batch_size=1, shuffle=False
+    ).steps():
+        for number, (x,) in enumerate(step):
+            scaler.scale(model(x).square().mean()).backward()
+            if number == 1:
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_unscaling_before_the_last_micro_batch_is_refused(strategy: str) -> None:
+    with pytest.raises(
+        PreconditionError, match=r"unscale_\(\) was called inside the loop over the step's micro"
+    ):
+        shoal.launch(unscaled_early, strategy, world_size=2)
 
 
 def scaled_on_few(*, registered_early: bool) -> list[Any]:

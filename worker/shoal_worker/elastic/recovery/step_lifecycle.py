@@ -312,6 +312,7 @@ class StepLifecycle:
                 "optimizer.step() was called inside the loop over the step's micro-batches; call "
                 "it after that loop"
             )
+        self._held.registered.check_scalers()
         self.step.handed_out = True
         self.reduce_and_commit()
 

@@ -48,12 +48,12 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import xxhash
-from shoal_common.errors import ConfigurationError
+from shoal_common.errors import ConfigurationError, PreconditionError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from shoal_worker.state.tree import flatten
-from shoal_worker.torch_internals import scales
+from shoal_worker.torch_internals import has_unscaled, scales
 
 
 class GroupMembers(list[torch.Tensor]):
@@ -518,6 +518,15 @@ class RegisteredState:
             if hasattr(value, "get_scale") and scaler in (None, name)
         }
         return math.prod(float(value.get_scale()) for value in scalers.values())
+
+    def check_scalers(self) -> None:
+        """Raises PreconditionError if a GradScaler has unscaled the gradients of a step before all
+        of its micro-batches have added to them."""
+        if any(has_unscaled(value) for value in self._all.values()):
+            raise PreconditionError(
+                "scaler.unscale_() was called inside the loop over the step's micro-batches, "
+                "before their gradients were summed; call it after that loop"
+            )
 
     def scaler_of(self, optimizer: object) -> str:
         """Returns the name of the registered GradScaler that steps `optimizer`; empty if there is

@@ -92,7 +92,7 @@ def test_rank_and_cause_are_correct_in_scripts_of_each_path(tmp_path: Path, zygo
     assert not faults, report(faults)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_rank_and_cause_are_right_in_nineteen_of_twenty_scripts(
     tmp_path: Path, zygote: Zygote
 ) -> None:

@@ -145,7 +145,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
 )
 def test_several_models_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)

@@ -199,7 +199,7 @@ def test_slow_start_reports_what_it_waits_for(
     assert result.exit_code == 0, said
     waits = [line for line in said if line.startswith("waiting for ")]
     assert any(re.fullmatch(r"waiting for .*the coordinator.*; \d+ s since .*", w) for w in waits)
-    assert waits[-1].startswith("waiting for 1 of 1 workers to join (a script that does not use")
+    assert waits[-1].startswith("waiting for 1 of 1 workers to join (they may still be")
 
 
 def test_workers_of_a_plain_script_are_restarted_once_the_membership_is_known(

@@ -52,6 +52,7 @@ loader = shoal.ElasticDataLoader(
     Windows("train"),
     global_batch_size=batch_size * gradient_accumulation_steps,
     micro_batch_size=batch_size,
+    drop_last=True,
 )
 held_out = torch.utils.data.Subset(Windows("val"), range(eval_iters * batch_size))
 held_out = shoal.ElasticDataLoader(held_out, global_batch_size=batch_size, train=False)

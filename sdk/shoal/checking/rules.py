@@ -119,7 +119,11 @@ def _files(script: Script) -> Iterator[Finding]:
                 "rank before"
             )
         else:
-            remedy = "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it"
+            remedy = (
+                "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it; if "
+                "the script reads the file later, `with shoal.main_first() as first:` and "
+                "`if first:`"
+            )
         yield _finding(
             call,
             f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank, so ranks "

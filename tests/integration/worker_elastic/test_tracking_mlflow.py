@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher.processes.ports import ReservedPort
+from shoal_worker.tracking.mlflow import MLflow
+from shoal_worker.tracking.sinks import Points, TrackedRun
 
 from tests.integration.worker_elastic.cluster import cluster
-from tests.mlruns import environment, points, runs
+from tests.mlruns import EXPERIMENT, environment, points, runs
 from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).parent / "tracked_loop.py"
@@ -91,6 +93,21 @@ def test_run_resumed_from_a_checkpoint_continues_its_mlflow_run(
     steps = [step for step, _ in once(points(store, run, "shoal/world_size"))]
     assert steps == sorted(set(steps)), "each step once"
     assert set(steps) >= {1, *range(7, STEPS + 1)}
+
+
+def test_run_whose_step_tag_was_being_written_at_a_kill_continues(store: Path) -> None:
+    def write(*steps: int) -> None:
+        sink = MLflow(EXPERIMENT)
+        sink.open(run=TrackedRun(job="job", key="key"), step=0)
+        sink.write([Points(step=step, time_ns=step, values={"loss": 1.0}) for step in steps])
+        sink.close(ended=True)
+
+    write(1, 2)
+    (tag,) = store.glob("*/*/tags/shoal.step")
+    tag.write_text("")
+    write(2, 3)
+    (run,) = runs(store)
+    assert [step for step, _ in points(store, run, "loss")] == [1, 2, 3]
 
 
 def test_absent_tracking_server_stops_nobody(zygote: Zygote, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class MLflow:
         self._client = client = MlflowClient()
         found = _continued(client, _experiment_id(client, self._experiment), run)
         self._run_id = str(found.info.run_id)
-        self._newest = int(found.data.tags.get(_STEP_TAG, 0))
+        self._newest = _newest_step(client, found)
 
     def write(self, reports: Sequence[Report]) -> None:
         """Writes points as metrics, and each event as a tag `shoal.event.<step>.<kind>`."""
@@ -125,6 +125,15 @@ def _continued(client: MlflowClient, experiment_id: str, run: TrackedRun) -> Run
         return found[0]
     tags: dict[str, Any] = {_KEY_TAG: run.key, **({_JOB_TAG: run.job} if run.job else {})}
     return client.create_run(experiment_id, tags=tags, run_name=run.job or None)
+
+
+def _newest_step(client: MlflowClient, run: Run) -> int:
+    """Returns the newest step that an MLflow run contains."""
+    if tag := run.data.tags.get(_STEP_TAG):
+        return int(tag)
+    # A file store has an empty tag if the rank was killed while it wrote the tag.
+    histories = (client.get_metric_history(run.info.run_id, name) for name in run.data.metrics)
+    return max((point.step for history in histories for point in history), default=0)
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:

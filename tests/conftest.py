@@ -29,7 +29,6 @@ from shoal_common.redis import EmbeddedRedis
 from tests.collection import IMPORTED, large_packages
 from tests.durations import write_durations
 from tests.ranks.processes import mpi_ranks, nursery, rank_pool, take_ranks  # noqa: F401 - fixtures
-from tests.time_limit import skip_if_over
 from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
 
@@ -68,11 +67,6 @@ _exit_status = 0
 _PINNED = "2.13."
 """The version of torch that tests run with, except in make test-torch. With it, nothing may be
 refused because of its version."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    skip_if_over()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -203,7 +203,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._clipped = 1.0
         """Factor that clipping has applied to the current step's gradients."""
         self._shown = False
-        """True if a GradScaler may have inspected and unscaled the current step's gradients."""
+        """True if a GradScaler may have inspected and unscaled the current step's gradients, or
+        the optimizer has used them."""
         self._handed_out = 0.0
         """Norm of this rank's gradients before a GradScaler could change them; 0 if no GradScaler
         has been able to change them.
@@ -443,6 +444,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def apply(self, update: Callable[[], None]) -> None:
         """Updates this rank's part of the model."""
         guard_parts(self._held.optimized, guarded=False)
+        self._shown = True  # later readers, such as schedulers, no longer need the norm
         update()
         self._applied += 1
         with torch.no_grad():

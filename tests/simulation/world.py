@@ -14,6 +14,7 @@ from shoal_common.exit_status import EVICTED
 from shoal_coordinator.membership.model.events import ExitReported
 from shoal_coordinator.membership.model.spec import JobSpec
 
+from tests.one_core import one_core
 from tests.simulation.coordinator import Coordinator, SimulatedClient
 from tests.simulation.faults import Faults
 from tests.simulation.holdings import Holdings
@@ -90,6 +91,7 @@ class World:
             self, JobSpec(job_id="job", min_workers=1, max_workers=8, join_grace_ms=500)
         )
 
+    @one_core()
     def run(self) -> None:
         """Runs the scenario to its end."""
         try:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.one_core import one_core
+
+_RANKS_ARE_THREADS = {"compression", "sharding", "torch_calls", "worker_strategies"}
 _SESSIONS = "shoal_worker.elastic.session.worker_process"
 
 
@@ -16,3 +19,13 @@ def no_session_is_left() -> Iterator[None]:
     sessions = sys.modules.get(_SESSIONS)
     if sessions is not None and sessions.find_session() is not None:
         sessions.set_session(None)
+
+
+@pytest.fixture(autouse=True)
+def ranks_share_a_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keeps a test whose ranks are threads on one core."""
+    if request.path.parent.name in _RANKS_ARE_THREADS:
+        with one_core():
+            yield
+    else:
+        yield

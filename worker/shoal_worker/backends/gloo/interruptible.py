@@ -37,6 +37,7 @@ from shoal_worker.backends.gloo import on_devices
 from shoal_worker.backends.gloo.forming import GlooGroup
 from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer, Waiter, end_works
 from shoal_worker.backends.python_group import ForwardingGroup
+from shoal_worker.backends.sparse_sum import SparseSum
 from shoal_worker.backends.waits import Waits
 from shoal_worker.scratch import ScratchMemory, in_host_memory
 from shoal_worker.torch_internals import AllgatherOptions, native_collective
@@ -186,6 +187,54 @@ class InterruptibleGroup(ForwardingGroup):
         for work in list(unfinished):
             work.follow()
         native_threads.drop(references, when=self._idle)
+
+    # When a collective has completed, torch's Gloo stores its name in one string per group, from
+    # two threads and without a lock (ProcessGroupGloo::runLoop in torch 2.13 and 2.14). A name of
+    # more than 15 characters needs allocated memory, which two threads may then free twice or
+    # overwrite after it was freed. So the collectives with such names, which are those of coalesced
+    # and sparse tensors, are made of others.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """Implements `ProcessGroup.allreduce`, for sparse tensors as well; interruptible."""
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            entries = SparseSum(self, tensors[0], opts)
+            arguments = (entries.gathered, entries.packed, AllgatherOptions())
+            return self._issue("all_gather_single", arguments, {}, entries.write)
+        return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
+
+    def allgather_coalesced(
+        self,
+        output_lists: list[list[torch.Tensor]],
+        input_list: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Implements `ProcessGroup.allgather_coalesced`; interruptible. The outputs are one list
+        per rank, with one tensor per input."""
+        by_input = zip(*output_lists, strict=True)
+        return AllOf(
+            [
+                self.allgather([list(parts)], [one], opts)
+                for parts, one in zip(by_input, input_list, strict=True)
+            ],
+            output_lists,
+        )
+
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
+        """Implements `ProcessGroup.all_gather_single_coalesced`; interruptible."""
+        return AllOf(
+            [
+                self.all_gather_single(output, one, opts)
+                for output, one in zip(outputs, inputs, strict=True)
+            ],
+            outputs,
+        )
+
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
 
     # Gloo's all-gather passes parts around a ring, one step after another. Simultaneous broadcasts
     # from all ranks send the same number of bytes, and none waits for another. Between two ranks,

@@ -39,6 +39,7 @@ from shoal_worker.backends.nccl.device import Device
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.ordered import OrderedWorks
 from shoal_worker.backends.python_group import ForwardingGroup
+from shoal_worker.backends.sparse_sum import SparseSum
 from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
@@ -148,59 +149,30 @@ class DeviceWork(Work):
 
 
 class SparseWork(Work):
-    """Work of an all-reduce of a sparse tensor: indices and values are gathered from all ranks, and
-    `wait` adds them."""
+    """Work of an all-reduce of a sparse tensor. `wait` adds up the entries that `work` gathers."""
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        gathered: list[tuple[torch.Tensor, torch.Tensor]],
-        works: list[Work],
-        counts: list[int],
-    ) -> None:
-        """`gathered`: indices and values of each rank, padded to the same length. `counts`: number
-        of valid entries of each rank.
-        """
+    def __init__(self, work: Work, entries: SparseSum) -> None:
         super().__init__()
-        self._tensor = tensor
-        self._gathered = gathered
-        self._works = works
-        self._counts = counts
+        self._work = work
+        self._entries: SparseSum | None = entries
+        self._result: list[torch.Tensor] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the sum has been written. For the timeout and the errors, see
         `DeviceWork.wait`."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        if works:
-            indices = torch.cat(
-                [
-                    each[:, :count]
-                    for (each, _), count in zip(self._gathered, self._counts, strict=True)
-                ],
-                dim=1,
-            )
-            values = torch.cat(
-                [
-                    each[:count]
-                    for (_, each), count in zip(self._gathered, self._counts, strict=True)
-                ]
-            )
-            summed = torch.sparse_coo_tensor(
-                indices, values, self._tensor.shape, check_invariants=False
-            ).coalesce()
-            self._gathered.clear()
-            self._tensor.copy_(summed)
+        self._work.wait(timeout)
+        entries, self._entries = self._entries, None
+        if entries is not None:
+            self._result = entries.write()
         return True
 
     def is_completed(self) -> bool:
         """Returns whether `wait` would return or raise soon."""
-        return all(work.is_completed() for work in self._works)
+        return self._work.is_completed()
 
     def result(self) -> Any:
         """Returns the output tensor, once `wait` has returned."""
-        return [self._tensor]
+        return self._result
 
 
 class DeviceGroup(ForwardingGroup):
@@ -282,7 +254,9 @@ class DeviceGroup(ForwardingGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Implements `ProcessGroup.allreduce`, for sparse tensors as well."""
         if len(tensors) == 1 and tensors[0].is_sparse:
-            return self._all_reduce_sparse(tensors[0], opts)
+            entries = SparseSum(self, tensors[0], opts)
+            arguments = (entries.gathered, entries.packed, AllgatherOptions())
+            return SparseWork(self._issue("all_gather_single", arguments, {}), entries)
         return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
 
     def all_to_all_single(
@@ -317,41 +291,6 @@ class DeviceGroup(ForwardingGroup):
         )
 
     alltoall_base: Any = all_to_all_single
-
-    def _all_reduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
-        op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
-        if op != dist.ReduceOp.SUM:
-            raise InvalidRequestError(f"allreduce of a sparse tensor with {op}: expected SUM")
-        own = tensor.coalesce()
-        count = torch.tensor([own._nnz()], dtype=torch.int64, device=own.device)
-        everyones = [torch.empty_like(count) for _ in range(self.size())]
-        self._issue("allgather", ([everyones], [count], AllgatherOptions()), {}).wait()
-        counts = [int(each) for each in torch.cat(everyones).tolist()]
-        longest = max(counts)
-        indices = own.indices().new_zeros(own.indices().shape[0], longest)
-        indices[:, : own._nnz()] = own.indices()
-        values = own.values().new_zeros(longest, *own.values().shape[1:])
-        values[: own._nnz()] = own.values()
-        gathered = [
-            (torch.empty_like(indices), torch.empty_like(values)) for _ in range(self.size())
-        ]
-        works = []
-        if longest:
-            works.append(
-                self._issue(
-                    "allgather",
-                    ([[each for each, _ in gathered]], [indices], AllgatherOptions()),
-                    {},
-                )
-            )
-            works.append(
-                self._issue(
-                    "allgather",
-                    ([[each for _, each in gathered]], [values], AllgatherOptions()),
-                    {},
-                )
-            )
-        return SparseWork(tensor, gathered, works, counts)
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
         native = self._native

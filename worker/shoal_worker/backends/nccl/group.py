@@ -151,7 +151,7 @@ class DeviceWork(Work):
 class SparseWork(Work):
     """Work of an all-reduce of a sparse tensor. `wait` adds up the entries that `work` gathers."""
 
-    def __init__(self, work: Work, entries: SparseSum) -> None:
+    def __init__(self, work: DeviceWork, entries: SparseSum) -> None:
         super().__init__()
         self._work = work
         self._entries: SparseSum | None = entries
@@ -292,7 +292,7 @@ class DeviceGroup(ForwardingGroup):
 
     alltoall_base: Any = all_to_all_single
 
-    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
+    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> DeviceWork:
         native = self._native
         self.raise_if_ended()
         assert native is not None

@@ -190,8 +190,8 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
         lambda job: job.without_progress_s,
     ),
     "step_stands": (
-        "1 while a step is stalled: ranks wait for each other and the step does not end, or a "
-        "worker hangs with leased batches (async_sgd).",
+        "1 while a step is stalled: ranks wait for each other and the step does not end, all ranks "
+        "hang, or a worker hangs with leased batches (async_sgd).",
         lambda job: job.state.stall is not None,
     ),
     "stragglers": (

@@ -36,7 +36,7 @@ class Variant:
     seeds: int = 1
     """Number of scripts that are made of this variant."""
     names_rank: bool = True
-    """False if several ranks diverge; none of them is then the cause."""
+    """False if several ranks diverge, or all hang; none of them is then the cause."""
     source: str = ""
     """Part of the script's line that the diagnosis must quote; empty: `line`'s first characters."""
 
@@ -100,6 +100,9 @@ HANGS: Final[dict[str, list[Variant]]] = {
         Variant(line="fcntl.flock(mine, fcntl.LOCK_EX)", cause="waiting for the lock of the file",
                 before="other = open('lock', 'a'); fcntl.flock(other, fcntl.LOCK_SH); "
                 "mine = open('lock', 'a')"),
+        Variant(line="all ranks", before=_FIFO, place=ALL, names_rank=False,
+                cause=r"no rank of generation 1 makes progress: rank 0 \(.* opening fifo.* and "
+                r"rank 1 \(.* opening fifo"),
     ],
     "output": [
         Variant(line="print('x' * 100, flush=True)", cause="writing to standard output",
@@ -170,6 +173,8 @@ _BODIES: Final = {
         calls = [shoal.barrier, lambda: shoal.gather(1)]
         if loader.global_step == {step}: [call() for call in calls[:: 1 - 2 * (RANK == {rank})]]""",
     "uneven": "optimizer.step(); optimizer.zero_grad()",
+    "all ranks": """optimizer.step(); optimizer.zero_grad()
+        if loader.global_step == {step}: open(fifo).read()""",
 }
 """Ends of the training loop's body for the variants at the place ALL. The ranks of "uneven" have
 different numbers of batches, in a loop without Shoal's loader."""
@@ -183,7 +188,7 @@ class Script:
     text: str
     ranks: int
     rank: int | None
-    """Rank that hangs; None if several ranks diverge."""
+    """Rank that hangs; None if several ranks diverge, or all hang."""
     cause: str
     line: str
 

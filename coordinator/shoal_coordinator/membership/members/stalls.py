@@ -10,6 +10,9 @@ connections to each other abort their group themselves and report the failure (f
 Members that lease their batches (async_sgd) do not always wait for each other. A member that hangs
 with leased batches is therefore named even while the others continue to train. It is evicted only
 once they wait for it, at the end of the epoch or at their staleness bound.
+
+If all members hang, for example because a file server does not respond, none of them waits for
+another. They are all named, and none is evicted.
 """
 
 from __future__ import annotations
@@ -155,7 +158,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:
-        return _explain_hung(draft, working, silent)
+        return _explain_hung(draft, places, working, silent)
     longest = max(waiting, key=lambda place: place.waited_ms)
     step = max(place.pulse.progress.step for place in places)
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
@@ -175,14 +178,15 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     return f"{head} for {_blamed(draft, working, silent, ' and for ')}{reach}"
 
 
-def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place]) -> str:
-    """Returns a description of members that hang with leased batches, while no member waits for
-    them; empty if there are none. A member that is using the processor may be evaluating or saving
-    a checkpoint. It is therefore named only if other members continue to train and it has made no
-    progress for stall_timeout_ms."""
-    if not draft.count_loaders():
-        return ""
-    now_ms, policy = draft.now.ms, draft.policy
+def _explain_hung(
+    draft: Draft, places: Sequence[Place], working: Sequence[Place], silent: Sequence[Place]
+) -> str:
+    """Returns a description of members that hang although no member waits for them; empty if there
+    are none. Either such members have leased batches, or all members hang at the same time, for
+    example because a file server does not respond. A member that is using the processor may be
+    evaluating or saving a checkpoint. It is therefore named only if it has leased batches, other
+    members continue to train and it has made no progress for stall_timeout_ms."""
+    leased, now_ms, policy = draft.count_loaders() > 0, draft.now.ms, draft.policy
     moves = [p for p in working if now_ms - p.pulse.moved_ms < policy.explain_after_ms]
     quiet = [p for p in silent if p.silent_ms >= policy.explain_after_ms]
     stuck = [
@@ -196,9 +200,14 @@ def _explain_hung(draft: Draft, working: Sequence[Place], silent: Sequence[Place
             or (moves and now_ms - p.pulse.moved_ms >= draft.spec.stall_timeout_ms)
         )
     ]
-    quiet, stuck = (
-        [p for p in places if draft.holds_batches(p.member_id)] for places in (quiet, stuck)
-    )
+    if leased:
+        quiet, stuck = (
+            [p for p in named if draft.holds_batches(p.member_id)] for named in (quiet, stuck)
+        )
+    elif not stuck or len(places) < 2 or len(quiet) + len(stuck) < len(places):
+        # if only some members hang, the others will soon wait for them; a member without peers may
+        # be waiting for its user
+        return ""
     if not quiet and not stuck:
         return ""
     blamed = _blamed(draft, stuck, quiet, " and ")

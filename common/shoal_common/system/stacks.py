@@ -6,6 +6,10 @@ even while a thread holds Python's lock. `read_stacks` opens the file through /p
 signal, and waits until the handler has returned. Children that the process forks (data workers)
 inherit the file and the handler. As with any signal, a system call in progress may return early;
 Python retries it (PEP 475). Linux only.
+
+faulthandler writes at most 100 threads, the newest first. If there are more, a second signal makes
+it write only the stack of the thread that handles the signal. That is the main thread, which Linux
+prefers for a signal to the process (`complete_signal` in kernel/signal.c).
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from typing import Final
 from shoal_common.errors import DeadlineError, PreconditionError, UnknownResourceError
 
 _SIGNAL: Final = int(signal.SIGRTMAX) - 3
+_MAIN_SIGNAL: Final = _SIGNAL - 1
 _FILE: Final = "shoal-stacks"
-_MASK: Final = 1 << (_SIGNAL - 1)
-"""Bit that represents the signal in the masks of /proc/PID/status."""
 _POLL_S: Final = 0.005
-_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+_THREAD: Final = re.compile(r"^(?:(?:Current thread|Thread) 0x|Stack \().*$", re.MULTILINE)
+_MORE_THREADS: Final = "\n...\n"
+"""End of the list of threads if it is incomplete."""
 
 
 @cache
@@ -38,10 +43,9 @@ def serve_stacks() -> bool:
     """Allows other processes of this user to read this process's stacks from now on. Must be called
     at most once per process.
 
-    Returns False, and changes nothing, if the signal is in use or the system has no files in
-    memory.
+    Returns False, and changes nothing, if a signal is in use or the system has no files in memory.
     """
-    if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+    if any(signal.getsignal(each) is not signal.SIG_DFL for each in (_SIGNAL, _MAIN_SIGNAL)):
         return False
     try:
         file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
@@ -49,12 +53,13 @@ def serve_stacks() -> bool:
         return False
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # a reader may have emptied the file
     faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
+    faulthandler.register(_MAIN_SIGNAL, file=file, all_threads=False, chain=False)
     return True
 
 
 def read_stacks(pid: int, *, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
     """Returns the stacks of a process's threads, in the format of faulthandler: the main thread
-    first, each stack with the innermost call first.
+    first, each stack with the innermost call first. Returns at most 101 threads.
 
     Raises:
         UnknownResourceError (PROCESS_UNKNOWN): there is no such process.
@@ -69,13 +74,21 @@ def read_stacks(pid: int, *, timeout: timedelta = timedelta(seconds=5)) -> list[
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             _wait(pid, give_up_at, timeout)
-        os.ftruncate(file, 0)
-        before = _blocking(pid)
-        os.kill(pid, _SIGNAL)
-        while not os.fstat(file).st_size or _is_pending(pid) or _blocking(pid) - before:
-            _wait(pid, give_up_at, timeout)
-        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        text = _written(pid, _SIGNAL, file, give_up_at, timeout)
+        if text.endswith(_MORE_THREADS):
+            text = text.removesuffix(_MORE_THREADS) + "\n"
+            text += _written(pid, _MAIN_SIGNAL, file, give_up_at, timeout)
     return [each.strip("\n") for each in _THREAD.split(text)[:0:-1]]
+
+
+def _written(pid: int, number: int, file: int, give_up_at: float, timeout: timedelta) -> str:
+    """Sends a signal to a process, and returns the text that its handler writes to `file`."""
+    os.ftruncate(file, 0)
+    before = _blocking(pid, number)
+    os.kill(pid, number)
+    while not os.fstat(file).st_size or _is_pending(pid, number) or _blocking(pid, number) - before:
+        _wait(pid, give_up_at, timeout)
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 def serving_children(pid: int) -> list[int]:
@@ -85,7 +98,7 @@ def serving_children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # that thread has ended
             for child in map(int, listing.read_text().split()):
                 with contextlib.suppress(OSError):
-                    if _mask(Path(f"/proc/{child}/status"), "SigCgt") & _MASK:
+                    if _has(Path(f"/proc/{child}/status"), "SigCgt", _SIGNAL):
                         found.append(child)
                 found += serving_children(child)
     return found
@@ -95,7 +108,7 @@ def serving_children(pid: int) -> list[int]:
 def _opened(pid: int) -> Iterator[int]:
     """Yields a descriptor of the file that contains a process's stacks."""
     try:
-        if _mask(Path(f"/proc/{pid}/status"), "SigCgt") & _MASK:
+        if _has(Path(f"/proc/{pid}/status"), "SigCgt", _SIGNAL):
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(link).startswith(f"/memfd:{_FILE}"):  # noqa: PTH115
@@ -138,25 +151,26 @@ def _wait(pid: int, give_up_at: float, timeout: timedelta) -> None:
     time.sleep(_POLL_S)
 
 
-def _is_pending(pid: int) -> bool:
+def _is_pending(pid: int, number: int) -> bool:
     with contextlib.suppress(OSError):
-        return bool(_mask(Path(f"/proc/{pid}/status"), "ShdPnd") & _MASK)
+        return _has(Path(f"/proc/{pid}/status"), "ShdPnd", number)
     return False
 
 
-def _blocking(pid: int) -> set[str]:
-    """Returns the threads that block the signal. A thread blocks it while it runs the signal's
+def _blocking(pid: int, number: int) -> set[str]:
+    """Returns the threads that block a signal. A thread blocks it while it runs the signal's
     handler."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # that thread has ended
-            if _mask(task / "status", "SigBlk") & _MASK:
+            if _has(task / "status", "SigBlk", number):
                 found.add(task.name)
     return found
 
 
-def _mask(status: Path, name: str) -> int:
-    return int(_field(status, name), 16)
+def _has(status: Path, mask: str, number: int) -> bool:
+    """Returns whether a mask in /proc/PID/status contains a signal."""
+    return bool(int(_field(status, mask), 16) & 1 << (number - 1))
 
 
 def _field(status: Path, name: str) -> str:

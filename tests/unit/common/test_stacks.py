@@ -66,6 +66,17 @@ def test_further_threads_follow_the_main_thread() -> None:
         assert "in run" in further
 
 
+def test_main_thread_comes_first_among_more_threads_than_faulthandler_writes() -> None:
+    others = "[threading.Thread(target=time.sleep, args=(600,), daemon=True).start() for _ in "
+    for hang in ("time.sleep(600)", "PATTERN.match('a' * 60 + 'b')"):
+        with process(hang, before=f"{others}range(120)]") as pid:
+            main, *further = read_stacks(pid)
+            assert "in hang" in main.splitlines()[0]
+            assert "in <module>" in main
+            assert len(further) == 100
+            assert all("in run" in each for each in further)
+
+
 def test_forked_processes_serve_their_stacks_as_well() -> None:
     child = """
 ready, told = os.pipe()

@@ -1,14 +1,16 @@
-"""A parameter server is killed only if it belongs to the right cluster and job."""
+"""A worker or a parameter server is killed only if it belongs to the right cluster and job."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
-from shoal.launcher.processes.members import kill_server
-from shoal_common.errors import UnknownResourceError
+from shoal.launcher.processes.members import kill_member, kill_server
+from shoal_common.errors import ShoalError, UnknownResourceError
 
 JOB = "a-job-of-test-members"
 SERVER = f"shoal_ps_server --job {JOB} --server-id=server-0 --coordinator 127.0.0.1:7001"
@@ -49,3 +51,22 @@ def test_the_server_is_killed_by_any_name_of_its_coordinator(
     killed = kill_server(job_id=JOB, server_id="server-0", coordinator=coordinator)
     assert killed == server.pid
     assert server.wait(60) == -9
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("a-name-of-shoal-host", "MEMBER_ELSEWHERE"), (socket.gethostname(), "PROCESS_UNKNOWN")],
+)
+def test_a_worker_is_identified_by_its_member_id_under_any_host_name(
+    host: str, reason: str
+) -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, env={**os.environ, "SHOAL_MEMBER_ID": "m1"}
+    ) as worker:
+        with pytest.raises(ShoalError, match="rank 0") as raised:
+            kill_member(rank=0, host=host, pid=worker.pid, member_id="m2")
+        assert raised.value.reason == reason
+        assert worker.poll() is None
+        kill_member(rank=0, host=host, pid=worker.pid, member_id="m1")
+        assert worker.wait(60) == -9

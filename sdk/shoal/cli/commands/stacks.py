@@ -30,13 +30,11 @@ def stacks(
     The innermost call comes first. Includes the data workers that a worker has forked. Needs no
     debugger and no privileges. Workers on other machines are shown only while a step is stalled.
     """
-    import socket
-
     from shoal_common.errors import ConfigurationError, ShoalError, UnknownResourceError
     from shoal_worker.elastic.coordinator.script_lines import folded, parse_calls
 
     from shoal.cli.target import target
-    from shoal.launcher.processes.members import member_stacks
+    from shoal.launcher.processes.members import ELSEWHERE, member_stacks
 
     rank = None
     if rank_or_job is not None:
@@ -60,22 +58,20 @@ def stacks(
             )
     for member in chosen:
         assert member.rank is not None, "only members with a rank are selected"
-        if member.host != socket.gethostname() and (rank is None or member.stacks):
-            what = (
-                f" ({member.host}, while the step is stalled):\n{member.stacks}"
-                if member.stacks
-                else f" runs on {member.host}: run `shoal stacks` there"
-            )
-            typer.echo(f"rank {member.rank}{what}\n")
-            continue
         try:
             processes = member_stacks(
                 rank=member.rank, host=member.host, pid=member.pid, member_id=member.member_id
             )
         except ShoalError as error:
-            if rank is not None:
+            if error.reason == ELSEWHERE and member.stacks:
+                where = f" ({member.host}, while the step is stalled):\n{member.stacks}"
+            elif rank is not None:
                 raise
-            typer.echo(f"rank {member.rank}: {error}\n")
+            elif error.reason == ELSEWHERE:
+                where = f" runs on {member.host}: run `shoal stacks` there"
+            else:
+                where = f": {error}"
+            typer.echo(f"rank {member.rank}{where}\n")
             continue
         for pid, threads in processes.items():
             of = f"rank {member.rank}"

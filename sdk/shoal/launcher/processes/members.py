@@ -15,6 +15,8 @@ from shoal_common.system.stacks import read_stacks, serving_children
 
 from shoal.launcher.processes.process import Handle, descendants
 
+ELSEWHERE: Final = "MEMBER_ELSEWHERE"
+"""Reason of the error for a process that runs on a different machine."""
 _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
@@ -43,21 +45,26 @@ def member_stacks(*, rank: int, host: str, pid: int, member_id: str) -> dict[int
 @contextlib.contextmanager
 def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterator[Handle]:
     """Yields the process of a member. Verifies its identity first, since the pid could belong to a
-    different process on this host or in this container.
+    different process on this host or in this container. The member's host name does not decide,
+    because SHOAL_HOST may have set it.
 
     Raises:
         PreconditionError: MEMBER_ELSEWHERE: it runs on a different machine; PROCESS_NOT_OURS: it
             belongs to a different user.
         UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
-    if host != socket.gethostname():
-        raise PreconditionError(
+    here = host == socket.gethostname()
+    gone: ShoalError = (
+        UnknownResourceError(
+            f"the process of rank {rank} (pid {pid}) no longer exists here",
+            reason="PROCESS_UNKNOWN",
+        )
+        if here
+        else PreconditionError(
             f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run this "
             "command there",
-            reason="MEMBER_ELSEWHERE",
+            reason=ELSEWHERE,
         )
-    gone = UnknownResourceError(
-        f"the process of rank {rank} (pid {pid}) no longer exists here", reason="PROCESS_UNKNOWN"
     )
     try:
         process = Handle(pid)
@@ -68,6 +75,8 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
             raise gone
         yield process
     except (PermissionError, FileNotFoundError) as error:
+        if not here:
+            raise gone from None
         raise PreconditionError(
             f"cannot access pid {pid} (rank {rank}) as this user: {error}",
             reason="PROCESS_NOT_OURS",

@@ -216,3 +216,17 @@ def test_worker_is_not_replaced_on_a_machine_that_has_become_unhealthy(
     assert (machine.host, machine.condition) == ("sick", pb.MACHINE_CONDITION_UNHEALTHY)
     finish.touch()
     assert good.wait() == 0, good.stderr
+
+
+@pytest.mark.slow
+def test_plain_script_is_not_restarted_on_a_machine_that_has_become_unhealthy(shell: Shell) -> None:
+    temporary = shell.directory / "temporary"
+    temporary.mkdir()
+    script = shell.script("import os, sys\nos.rmdir(os.environ['TMPDIR'])\nsys.exit(3)\n")
+    status, _, error = shell.run(
+        *("run", "--standalone", "--health-checks", "--max-restarts", "1", script),
+        TMPDIR=str(temporary),
+    )
+    assert status == EVICTED, error
+    assert "restart 1 of 1" in error
+    assert "this machine failed its health checks: disk: [Errno 2] No such file" in error

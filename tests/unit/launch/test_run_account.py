@@ -3,6 +3,7 @@ events."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -318,6 +319,26 @@ def test_only_workers_running_when_the_signal_arrives_leave_because_of_it(run: R
     follower.ended("a", ExitStatus(0))
     follower.interrupted()
     assert follower.account.changes.interrupted == {"b", "c"}
+
+
+@pytest.mark.parametrize("notes_stalls", [False, True])
+def test_stall_is_noted_if_the_log_of_the_first_worker_is_not_shown(
+    run: Run, notes_stalls: bool
+) -> None:
+    noted: list[str] = []
+    follower = RunFollower(note=noted.append, notes_stalls=notes_stalls)
+    run.join("a")
+    follower.started("a", run.directory / "a")
+    run.steps(1, 2, "a", generation=1)
+    follower.of_run(2)
+    before = Event(kind="step_stands", attributes={"reason": "in an earlier run"})
+    stands = Event(kind="step_stands", run=2, attributes={"reason": "rank 0 has waited 10 s"})
+
+    async def ask(after: str) -> list[Event]:
+        return [before, stands]
+
+    asyncio.run(follower.finish(ask))
+    assert noted == (["rank 0 has waited 10 s"] if notes_stalls else [])
 
 
 def test_lost_server_is_reported_with_its_pause_soon_after_the_start(run: Run) -> None:

@@ -34,11 +34,19 @@ Show = Callable[[Status], None]
 class RunFollower:
     """Reads the progress of one run while it is in progress."""
 
-    def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        note: Callable[[str], None],
+        show: Show | None = None,
+        notes_stalls: bool = False,
+    ) -> None:
         """`note`: callback that shows a message to the user. `show`: callback that receives the
-        progress of the run."""
+        progress of the run. `notes_stalls`: True to show which rank a stalled step waits for,
+        because the log of the first worker, which says so too, is not shown."""
         self.account = RunAccount()
         self._note = note
+        self._notes_stalls = notes_stalls
         self._show = show
         self._files: dict[str, Path] = {}
         self._endings: dict[str, str] = {}
@@ -100,5 +108,9 @@ class RunFollower:
             events = await ask(self.account.changes.newest_event)
         except ShoalError:
             events = ()  # the coordinator is unreachable; the next pass asks again
+        run = self.account.changes.run
+        for event in events if self._notes_stalls else ():
+            if event.kind == "step_stands" and run in (0, event.run):
+                self._note(event.attributes["reason"])
         for line in self.account.explain(events, self._endings, time.monotonic_ns()):
             self._note(line)

@@ -43,7 +43,7 @@ from shoal.launcher.run.waits import awaited
 from shoal.launcher.workers.environment import NodePlacement
 from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
-from shoal.launcher.workers.settings import RunSettings
+from shoal.launcher.workers.settings import RunSettings, Streams
 from shoal.launcher.workers.worker import Worker, WorkerStarter, all_ended, named
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class Agent:
             note=note,
             colour=colour,
         )
-        self._follower = RunFollower(note=note, show=show)
+        self._follower = RunFollower(
+            note=note, show=show, notes_stalls=not settings.logs.to_console(0, Streams.ERR)
+        )
         self._policy = RestartPolicy(
             workers=settings.workers,
             max_restarts=settings.max_restarts,
@@ -530,9 +532,11 @@ class Agent:
                     return
                 self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
-            if self._health is not None and (failure := await self._health):
-                await self._leave_unhealthy(failure)
-                return
+            if self._health is not None:
+                failure = await (self._check_health_again() if again else self._health)
+                if failure:
+                    await self._leave_unhealthy(failure)
+                    return
             try:
                 self._node = await self._site.place(again=again)
             except PreconditionError as error:

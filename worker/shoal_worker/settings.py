@@ -98,7 +98,7 @@ class WorkerSettings(CallerSettings):
     """Time during which each failing call to an object store is retried."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
-    speed: float | None = Field(default=None, gt=0)
+    speed: float | None = Field(default=None, gt=0, le=1e6)
     """Speed of this worker relative to workers without this setting, for dealing micro-batches;
     None: the speed is measured, unless another worker has this setting."""
     drain_grace_s: float = Field(default=1.0, ge=0)

@@ -10,6 +10,7 @@ from shoal_worker.data import balance
 from shoal_worker.data.balance import Times, agreed_costs, contribution, divided, exchanges_after
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract.loader_interface import Placement
+from shoal_worker.settings import WorkerSettings
 
 RANKS = 3
 
@@ -68,6 +69,13 @@ def test_ranks_that_share_a_part_are_averaged():
     assert agreed_costs(summed, 1) == (pytest.approx(0.3),)
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "fast"])
+def test_speed_that_cannot_be_exchanged_is_refused(value, monkeypatch):
+    monkeypatch.setenv("SHOAL_SPEED", value)
+    with pytest.raises(ConfigurationError, match="SHOAL_SPEED"):
+        WorkerSettings.load()
+
+
 def test_a_sum_has_the_same_bits_in_every_order():
     words = [contribution(Times(0.1 * (rank + 1) / 3, None), 0, 1) for rank in range(7)]
     sums = {sum(word[0] for word in order) for order in itertools.permutations(words, 7)}
@@ -104,14 +112,25 @@ class World:
     None: the ranks take all steps together."""
 
     def __init__(
-        self, make_rank, clock, seconds, *, balance=True, round_steps=None, least_samples=1
+        self,
+        make_rank,
+        clock,
+        seconds,
+        *,
+        balance=True,
+        round_steps=None,
+        least_samples=1,
+        micro_batch_size=2,
     ):
         self.seconds, self.clock, self.generation = seconds, clock, 1
         self.round_steps, self.steps = round_steps, 0
         self.ranks = [
             make_rank(
                 lambda: ElasticDataLoader(
-                    torch.arange(24 * 40), global_batch_size=24, micro_batch_size=2, balance=balance
+                    torch.arange(24 * 40),
+                    global_batch_size=24,
+                    micro_batch_size=micro_batch_size,
+                    balance=balance,
                 ),
                 Placement(
                     generation=1,
@@ -215,6 +234,19 @@ def test_parts_are_equal_again_when_the_slow_rank_recovers(make_rank, clock):
     counts = [world.step() for _ in range(12)]
     assert counts[0] != [4, 4, 4]
     assert counts[-1] == [4, 4, 4]
+
+
+def test_a_rank_with_only_the_short_last_micro_batch_is_timed(make_rank, clock):
+    world = World(make_rank, clock, (1.0, 1.0, 4.0), micro_batch_size=5)  # 5, 5, 5, 5, 4
+    counts = [world.step() for _ in range(6)]
+    assert [counts[0], counts[-1]] == [[2, 2, 1]] * 2
+    world = World(make_rank, clock, (4.0, 1.0, 1.0), micro_batch_size=5)
+    counts = [world.step() for _ in range(6)]
+    assert [counts[0], counts[-1]] == [[2, 2, 1], [1, 2, 2]]
+    world.seconds = (1.0, 1.0, 4.0)
+    assert [world.step() for _ in range(4)][-1] == [2, 2, 1]
+    world.seconds = (1.0, 4.0, 1.0)
+    assert [world.step() for _ in range(8)][-1] == [2, 1, 2]
 
 
 def test_new_generation_starts_with_equal_parts(make_rank, clock):

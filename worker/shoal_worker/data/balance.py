@@ -145,7 +145,9 @@ class Balance:
         self._wanted = wanted
         self._generation = -1
         self._costs: tuple[float, ...] | None = None
-        self._timed: list[float] = []
+        self._timed: list[tuple[float, bool]] = []
+        """Seconds per full micro-batch, and True unless they were extrapolated from a shorter
+        one."""
         self._offered = 0
         """Number of entries of `_timed` in the last offer."""
         self._began: tuple[float, float] | None = None
@@ -181,14 +183,16 @@ class Balance:
         self._began = (time.monotonic(), session.waited_s) if timed else None
 
     def end(self, samples: int, session: LoaderSession) -> None:
-        """Stops timing a micro-batch of `samples` samples, after its backward pass. Ignores
-        micro-batches that are not full."""
-        if self._began is None or samples != self._micro_batch_size:
+        """Stops timing a micro-batch of `samples` samples, after its backward pass. The time of one
+        that is not full is extrapolated; it is used only if this rank has timed no full one."""
+        if self._began is None or self._micro_batch_size is None or not samples:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # waits because the device may lag behind the script
         began_s, waited_s = self._began
-        self._timed.append(time.monotonic() - began_s - (session.waited_s - waited_s))
+        seconds = time.monotonic() - began_s - (session.waited_s - waited_s)
+        size = self._micro_batch_size
+        self._timed.append((seconds * size / samples, samples == size))
 
     def exchange(self, step: DealtToRank, session: LoaderSession, loader: str) -> None:
         """Exchanges times if an exchange is due after this step. Must be called on all ranks, when
@@ -227,7 +231,9 @@ class Balance:
             self._agree(summed, step, loader, self._items)
 
     def _contribution(self, step: DealtToRank, session: LoaderSession) -> list[float]:
-        own = Times(statistics.median(self._timed) if self._timed else None, session.speed)
+        full = [seconds for seconds, is_full in self._timed if is_full]
+        times = full or [seconds for seconds, _ in self._timed]
+        own = Times(statistics.median(times) if times else None, session.speed)
         return contribution(own, step.placement.rank, step.placement.world_size)
 
     def _balances(self, step: DealtToRank) -> bool:

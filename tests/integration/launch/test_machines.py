@@ -222,7 +222,9 @@ def test_worker_is_not_replaced_on_a_machine_that_has_become_unhealthy(
 def test_plain_script_is_not_restarted_on_a_machine_that_has_become_unhealthy(shell: Shell) -> None:
     temporary = shell.directory / "temporary"
     temporary.mkdir()
-    script = shell.script("import os, sys\nos.rmdir(os.environ['TMPDIR'])\nsys.exit(3)\n")
+    script = shell.script(
+        "import os, shutil, sys\nshutil.rmtree(os.environ['TMPDIR'])\nsys.exit(3)\n"
+    )
     status, _, error = shell.run(
         *("run", "--standalone", "--health-checks", "--max-restarts", "1", script),
         TMPDIR=str(temporary),

@@ -167,25 +167,26 @@ def _follows_outcome(script: Script, node: ast.AST, loop: Loop) -> bool:
         if isinstance(made, ast.Assign) and _calls_step(made.value)
         for name, _ in assigned(made)
     }
+    return any(
+        _mentions(branch.test, outcomes) or _calls_step(branch.test)
+        for branch, _ in _branches(script, node, loop)
+    )
 
-    def tests_outcome(test: ast.AST) -> bool:
-        return _mentions(test, outcomes) or _calls_step(test)
 
+def _branches(script: Script, node: ast.AST, loop: Loop) -> Iterator[tuple[ast.If, bool]]:
+    """Yields the `if` statements that decide whether an iteration of a loop executes `node`,
+    innermost first: those around it, and earlier ones that end with `continue`. Also yields the
+    outcome of the test, True or False, with which `node` is executed."""
     below = node
     for above in (*script.until(node, loop), loop):
-        if isinstance(above, ast.If) and below is not above.test and tests_outcome(above.test):
-            return True
+        if isinstance(above, ast.If) and below is not above.test:
+            yield above, below in above.body
         for block in (getattr(above, name, None) for name in ("body", "orelse")):
             if isinstance(block, list) and below in block:
                 for before in block[: block.index(below)]:
-                    if (
-                        isinstance(before, ast.If)
-                        and isinstance(before.body[-1], ast.Continue)
-                        and tests_outcome(before.test)
-                    ):
-                        return True
+                    if isinstance(before, ast.If) and isinstance(before.body[-1], ast.Continue):
+                        yield before, False
         below = above
-    return False
 
 
 def _passes_before_step(script: Script, loop: Loop, loaders: Loaders, optimizers: set[str]) -> bool:
@@ -248,20 +249,9 @@ def _counted_branch(script: Script, node: ast.AST, loop: Loop) -> tuple[ast.If, 
     iteration of the loop executes `node`. Also returns the outcome of its test, True or False, with
     which `node` is executed. Returns None if every iteration executes `node`."""
     found = None
-    below = node
-    for above in (*script.until(node, loop), loop):
-        if isinstance(above, ast.If) and below is not above.test and _counts(above.test, loop):
-            found = (above, below in above.body)
-        for block in (getattr(above, name, None) for name in ("body", "orelse")):
-            if isinstance(block, list) and below in block:
-                for before in block[: block.index(below)]:
-                    if (
-                        isinstance(before, ast.If)
-                        and isinstance(before.body[-1], ast.Continue)
-                        and _counts(before.test, loop)
-                    ):
-                        found = (before, False)
-        below = above
+    for branch, outcome in _branches(script, node, loop):
+        if _counts(branch.test, loop):
+            found = branch, outcome
     return found
 
 

@@ -11,30 +11,26 @@ marked with comments. The loop is converted if it has this shape, in one block o
             loss.backward()
             optimizer.step()
 
-The block may be the body of `if __name__ == "__main__":`. A script whose loop cannot be converted
-is only commented: with `as_distributed` and an ElasticDataLoader, but a loop that ends by a counter
-or a loss of its own, ranks could take different numbers of steps.
+The block may be the body of `if __name__ == "__main__":`.
+
+If the loop cannot be converted, the rest of the script is, and the copy ends with an error above
+the loop: with `as_distributed`, but a loop that ends by a counter or a loss of its own, ranks could
+take different numbers of steps; without it, each rank would train a model of its own. A script that
+another library distributes is only commented.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from shoal.checking.loaders import DATA_LOADERS
-from shoal.checking.rules import (
-    AVERAGED_MODEL,
-    BARS,
-    EARLY_AVERAGE,
-    SCHEDULES,
-    Finding,
-    averages,
-    check,
-)
+from shoal.checking.edits import Edits
+from shoal.checking.findings import Finding
+from shoal.checking.loaders import DATA_LOADERS, all_loaders
+from shoal.checking.rules import BARS, check
 from shoal.checking.script import (
     Function,
     Loop,
@@ -45,9 +41,20 @@ from shoal.checking.script import (
     last_name,
     same_code,
 )
+from shoal.checking.sources import Sources
+from shoal.checking.state import AVERAGED_MODEL, EARLY_AVERAGE, SCHEDULES, averages
 from shoal.checking.steps import accumulating_loops, created_optimizers
+from shoal.checking.surroundings import (
+    Trained,
+    blocks,
+    convert_rest,
+    first_import,
+    has_lines_of_its_own,
+)
 
 MARK: Final = "# shoal: "
+_NANOGPT: Final = "docs/migration/nanogpt.md"
+_CLASSIFIER: Final = "docs/migration/classifier.md"
 _OTHER_LIBRARIES: Final = {
     "torch.distributed": "migration/ddp.md",
     "torch.nn.parallel": "migration/ddp.md",
@@ -98,6 +105,9 @@ class Conversion:
     """Number of comments inserted to mark remaining work for the user."""
     obstacles: tuple[str, ...]
     """Reasons why the training loop was left unchanged, by line; empty if it was converted."""
+    page: str = ""
+    """Page that shows how to convert the training loop, if the copy ends with an error above it;
+    otherwise empty."""
 
 
 class _Unclear(Exception):
@@ -143,16 +153,9 @@ class _Source:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A training loop that can be converted, and the statements around it."""
+    """A training loop that can be converted."""
 
-    first_import: ast.stmt
-    block: list[ast.stmt]
-    model: str
-    optimizer: str
-    made: ast.stmt
-    """Statement that creates the optimizer."""
-    averages: list[ast.stmt]
-    """Statements that create averages of the model above `made`."""
+    trained: Trained
     source: _Source
     epochs: ast.For
     counted: _Epochs
@@ -173,21 +176,87 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
     if found is None:
         return None
     script = Script(source, name)
-    edits = _Edits(source)
-    obstacles: list[_Unclear] = []
-    shape = _find_shape(script, obstacles)
-    if shape is not None:
-        _convert_loop(script, shape, found, edits)
+    edits = Edits(source)
+    obstacles = [*_distributed_already(script)]
+    refusals: list[Loop] = []
+    shape = None
+    if not obstacles:
+        shape = _find_shape(script, obstacles)
+        if shape is not None:
+            convert_rest(script, shape.epochs, shape.trained, found, edits)
+            _convert_loop(shape, edits)
+        else:
+            refusals = _outer_training_loops(script)
+            if refusals:
+                convert_rest(script, refusals[0], _trained(script, refusals[0]), found, edits)
+    pages = [_page(script, loop) for loop in refusals]
+    for loop, page in zip(refusals, pages, strict=True):
+        edits.before(loop.lineno, f"{edits.indent(loop.lineno)}{_refusal_of_loop(page)}\n")
     converted = edits.apply()
-    left = tuple(mark for obstacle in obstacles for mark in obstacle.marks)
+    left = [
+        replace(mark, line=edits.new_line(mark.line))
+        for obstacle in obstacles
+        for mark in obstacle.marks
+    ]
+    left += [
+        _finding_of_refusal(edits.new_line(loop.lineno) - 1, page)
+        for loop, page in zip(refusals, pages, strict=True)
+    ]
     if shape is not None and shape.counted.start:
-        left = (_own_resuming(converted, shape.counted.start),)
+        left = [_own_resuming(converted, shape.counted.start)]
     marked, marks = _marked(converted, name, left)
     return Conversion(
         source=marked,
         changes=edits.count,
         marks=marks,
         obstacles=tuple(map(str, sorted(obstacles, key=lambda each: each.line))),
+        page=pages[0] if pages else "",
+    )
+
+
+def _distributed_already(script: Script) -> Iterator[_Unclear]:
+    """Yields the reason for not converting a script that Shoal or another library distributes."""
+    used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
+    for imported in script.of_type(ast.Import, ast.ImportFrom):
+        module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []
+        used.update(module or [alias.name for alias in imported.names])
+    for library, page in _OTHER_LIBRARIES.items():
+        if script.imports(library) or any(f"{each}.".startswith(f"{library}.") for each in used):
+            yield _Unclear(f"the script uses {library}; see docs/{page}")
+            return
+    if script.imports("shoal"):
+        yield _Unclear("the script already uses Shoal")
+
+
+def _outer_training_loops(script: Script) -> list[Loop]:
+    """Returns the training loops that no other training loop executes."""
+    executed = {loop: {*nodes} for loop, nodes in script.once(Sources).executed_by.items()}
+    return [
+        loop
+        for loop in executed
+        if not any(loop in nodes for other, nodes in executed.items() if other is not loop)
+    ]
+
+
+def _page(script: Script, loop: Loop) -> str:
+    """Returns the page that shows how to convert a loop of this kind."""
+    loaders = script.once(all_loaders)
+    over_loader = any(
+        isinstance(part, ast.For) and loaders.of(part.iter)
+        for part in script.once(Sources).executed_by[loop]
+    )
+    return _CLASSIFIER if over_loader and isinstance(loop, ast.For) else _NANOGPT
+
+
+def _refusal_of_loop(page: str) -> str:
+    return f'raise SystemExit("the training loop below is not converted yet: {page}")'
+
+
+def _finding_of_refusal(line: int, page: str) -> Finding:
+    return Finding(
+        line=line,
+        what="the script ends here, because the loop below is not converted",
+        remedy=f"convert the loop as in {page}, then remove this line",
     )
 
 
@@ -208,10 +277,11 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     epochs = attempt(lambda: _epochs(script))
     if epochs is None:
         return None
-    block, own = _block(script, epochs)
+    block, own = blocks(script, epochs)
     counted = attempt(lambda: _counted(script, block, epochs))
     attempt(lambda: _check_scope(script, epochs))
-    first_import = attempt(lambda: _first_import(script))
+    if first_import(script) is None:
+        obstacles.append(_Unclear("the script has no top-level import"))
     inner = attempt(lambda: _batches(script, epochs))
     if inner is None:
         return None
@@ -232,21 +302,17 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     early = _early_averages(script, block, own, optimizer) if optimizer else []
     if optimizer and source:
         attempt(lambda: _check_names(script, block, optimizer, inner, source.loader, early))
+        attempt(lambda: _check_called(optimizer[2], inner))
     own_lines = (*made, backward and backward[0], step and step[1], *advances)
     obstacles += [
         _Unclear("the line has more than one statement", whole)
         for whole in own_lines
-        if whole and not _has_lines_of_its_own(script, whole)
+        if whole and not has_lines_of_its_own(script, whole)
     ]
-    if obstacles or not (first_import and counted and backward and step and optimizer and source):
+    if obstacles or not (counted and backward and step and optimizer and source):
         return None
     return _Shape(
-        first_import=first_import,
-        block=block,
-        model=optimizer[2],
-        optimizer=step[0],
-        made=optimizer[0],
-        averages=early,
+        trained=Trained(model=optimizer[2], optimizer=step[0], made=optimizer[0], averages=early),
         source=source,
         epochs=epochs,
         counted=counted,
@@ -257,19 +323,29 @@ def _find_shape(script: Script, obstacles: list[_Unclear]) -> _Shape | None:
     )
 
 
+def _trained(script: Script, loop: Loop) -> Trained | None:
+    """Returns the model and the optimizer of a loop that cannot be converted; None if it is not
+    certain that `as_distributed` can replace them above the loop."""
+    block, own = blocks(script, loop)
+    try:
+        created = _optimizer(script, block, None)
+        early = _early_averages(script, block, own, created)
+        _check_names(script, block, created, loop, None, early)
+    except _Unclear:
+        return None
+    made, optimizer, model = created
+    if (
+        made not in own[: own.index(loop)]
+        or not has_lines_of_its_own(script, made)
+        or script.scope(loop) not in script.unguarded_scopes
+    ):
+        return None
+    return Trained(model=model, optimizer=optimizer, made=made, averages=early)
+
+
 def _epochs(script: Script) -> ast.For:
-    """Returns the only training loop of the script. Raises _Unclear if there are several loops, if
-    the loop is not a `for` loop, or if Shoal or another library already distributes the
-    training."""
-    used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
-    for imported in script.of_type(ast.Import, ast.ImportFrom):
-        module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []
-        used.update(module or [alias.name for alias in imported.names])
-    for library, page in _OTHER_LIBRARIES.items():
-        if script.imports(library) or any(f"{each}.".startswith(f"{library}.") for each in used):
-            raise _Unclear(f"the script uses {library}; see docs/{page}")
-    if script.imports("shoal"):
-        raise _Unclear("the script already uses Shoal")
+    """Returns the only training loop of the script. Raises _Unclear if there are several loops, or
+    if the loop is not a `for` loop."""
     loops = script.training_loops()
     if len(loops) != 1:
         raise _Unclear(f"the script has {len(loops)} training loops", loops[1] if loops else None)
@@ -304,7 +380,7 @@ def _counted(script: Script, block: list[ast.stmt], epochs: ast.For) -> _Epochs:
         and first.value == 1
         and isinstance(epochs.target, ast.Name)
         and not isinstance(epochs.body[0], Function)
-        and _has_lines_of_its_own(script, epochs.body[0])
+        and has_lines_of_its_own(script, epochs.body[0])
     ):
         return _Epochs(number=_one_less(end), from_one=True)
     if isinstance(first, ast.Name) and (set_again := _starts_at_zero(script, block, epochs, first)):
@@ -357,26 +433,6 @@ def _starts_at_zero(
     return places if isinstance(value, ast.Constant) and value.value == 0 else []
 
 
-def _block(script: Script, epochs: ast.For) -> tuple[list[ast.stmt], list[ast.stmt]]:
-    """Returns two lists: the statements of the loop's scope, and the statements of the innermost
-    block that contains the loop. In the first list, each statement around the loop is replaced by
-    the statements in its body."""
-    scope = script.scope(epochs)
-    own = script.tree.body if scope is None else scope.body
-    block = [*own]
-    around = {epochs, *script.above(epochs)}
-    while epochs not in own:
-        outer = next(each for each in own if each in around)
-        own = next(
-            inner
-            for _, inner in ast.iter_fields(outer)
-            if isinstance(inner, list) and around & {*inner}
-        )
-        at = block.index(outer)
-        block[at : at + 1] = own
-    return block, own
-
-
 def _check_scope(script: Script, epochs: ast.For) -> None:
     scope = script.scope(epochs)
     outer = next(script.above(epochs))
@@ -415,22 +471,6 @@ def _exits(script: Script, epochs: ast.For, inner: ast.For) -> Iterator[_Unclear
                 node,
                 remedy=_LIMITS if inner in script.above(node) else _STOPS,
             )
-
-
-def _first_import(script: Script) -> ast.stmt:
-    for part in script.tree.body:
-        if isinstance(part, ast.Import) or (
-            isinstance(part, ast.ImportFrom) and part.module != "__future__"
-        ):
-            return part
-    raise _Unclear("the script has no top-level import")
-
-
-def _has_lines_of_its_own(script: Script, node: ast.stmt) -> bool:
-    end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
-    before = script.lines[node.lineno - 1].encode()[: node.col_offset]
-    after = script.lines[end_line - 1].encode()[end_column:].strip()
-    return not before.strip() and (not after or after.startswith(b"#"))
 
 
 def _method_calls(script: Script, method: str) -> list[ast.Call]:
@@ -692,31 +732,30 @@ def _check_names(
     script: Script,
     block: list[ast.stmt],
     created: tuple[ast.stmt, str, str],
-    inner: ast.For,
-    loader: str,
+    loop: Loop,
+    loader: str | None,
     early: list[ast.stmt],
 ) -> None:
-    """Checks that the names of model, optimizer and loader each refer to one object, and that no
-    other object refers to the model before it is replaced. `early`: statements that will be moved
-    below that place."""
+    """Checks that the names of model, optimizer and loader, if there is one, each refer to one
+    object, and that no other object refers to the model before it is replaced. `early`: statements
+    that will be moved below that place."""
     made, optimizer, model = created
-    scope = script.scope(inner)
+    scope = script.scope(loop)
+    once = [optimizer, *([loader] if loader else [])]
     made_once = [
         node
         for node in script.of_type(ast.Name)
-        if node.id in (optimizer, loader)
-        and not isinstance(node.ctx, ast.Load)
-        and script.scope(node) is scope
+        if node.id in once and not isinstance(node.ctx, ast.Load) and script.scope(node) is scope
     ]
-    if len(made_once) != 2:
-        raise _Unclear(f"{optimizer} or {loader} is assigned more than once", made_once[-1])
+    if len(made_once) != len(once):
+        raise _Unclear(f"{' or '.join(once)} is assigned more than once", made_once[-1])
     later = {node for part in block[block.index(made) + 1 :] for node in ast.walk(part)}
     for rebound in script.of_type(ast.Name):
         bound = rebound.id == model and not isinstance(rebound.ctx, ast.Load)
         if bound and rebound in later and script.scope(rebound) is scope:
             raise _Unclear(f"{model} is assigned again after {optimizer} was created", rebound)
     for shared in script.of_type(ast.Global, ast.Nonlocal):
-        if set(shared.names) & {model, optimizer, loader}:
+        if set(shared.names) & {model, *once}:
             raise _Unclear("a function assigns the model, the optimizer or the loader", shared)
     copied = {node for call in averages(script) for node in call.args}
     for part in block[: block.index(made)]:
@@ -729,6 +768,9 @@ def _check_names(
                     "replaces it",
                     node,
                 )
+
+
+def _check_called(model: str, inner: ast.For) -> None:
     if not any(
         isinstance(call, ast.Call) and ast.unparse(call.func) == model for call in ast.walk(inner)
     ):
@@ -756,7 +798,7 @@ def _early_averages(
             and isinstance(part.targets[0], ast.Name)
             and len(part.targets) == 1
             and _averages_only(script, part.value, model)
-            and _has_lines_of_its_own(script, part)
+            and has_lines_of_its_own(script, part)
             and not _touched(script, between, part, part.targets[0].id)
         ):
             found.append(part)
@@ -795,16 +837,18 @@ def _touched(script: Script, between: list[ast.stmt], made: ast.stmt, average: s
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
     """Returns whether a node uses the model itself as a value (as an argument, in an assignment or
-    in a container), so that other code may keep a reference to it. Printing the model, or accessing
-    one of its attributes or items, does not count."""
+    in a container), so that other code may keep a reference to it. Printing the model, calling it,
+    or accessing one of its attributes or items, does not count."""
     if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
         return False
     parent = next(script.above(node))
-    printed = isinstance(parent, ast.Call) and ast.unparse(parent.func) == "print"
+    called = isinstance(parent, ast.Call) and (
+        parent.func is node or ast.unparse(parent.func) == "print"
+    )
     part_of_it = isinstance(parent, ast.Attribute) or (
         isinstance(parent, ast.Subscript) and parent.value is node
     )
-    return not part_of_it and not printed
+    return not part_of_it and not called
 
 
 def _names_again(part: ast.stmt, model: str) -> bool:
@@ -812,95 +856,11 @@ def _names_again(part: ast.stmt, model: str) -> bool:
     return isinstance(part, ast.Assign) and [ast.unparse(each) for each in part.targets] == [model]
 
 
-# -------------------------------------------------------------------------------------------- edits
+# -------------------------------------------------------------------------------------- conversion
 
 
-class _Edits:
-    """Insertions and replacements by position, applied together."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source.encode()  # columns of ast are bytes
-        self._lines = self._source.split(b"\n")
-        self._starts = [0, *itertools.accumulate(len(line) + 1 for line in self._lines)]
-        self._edits: list[tuple[int, int, int, bytes]] = []
-        """Offset, number, length of the replaced text, and new text of each edit."""
-        self.count = 0
-
-    def indent(self, line: int) -> str:
-        """Returns the whitespace at the beginning of a line."""
-        text = self._lines[line - 1]
-        return text[: len(text) - len(text.lstrip())].decode()
-
-    def before(self, line: int, text: str) -> None:
-        self._edit(self._starts[line - 1], 0, text)
-        self.count += 1
-
-    def below(self, statement: ast.stmt, text: str) -> None:
-        """Adds lines below a statement. The first gets the statement's indentation."""
-        end = statement.end_lineno or statement.lineno
-        self.before(end + 1, f"{self.indent(statement.lineno)}{text}\n")
-
-    def shift(self, statement: ast.stmt) -> None:
-        """Indents a one-line statement by one level."""
-        level = "\t" if self.indent(statement.lineno).endswith("\t") else "    "
-        self._edit(self._starts[statement.lineno - 1], 0, level)
-
-    def take(self, statement: ast.stmt) -> str:
-        """Removes the lines of a statement, and comments directly above it. Returns them, without
-        the first line's indentation and without the last line break."""
-        first, end = statement.lineno, statement.end_lineno or statement.lineno
-        while first > 1 and self._lines[first - 2].lstrip().startswith(b"#"):
-            first -= 1
-        start, length = self._starts[first - 1], self._starts[end] - self._starts[first - 1]
-        self._edit(start, length, "")
-        self.count += 1
-        return self._source[start : start + length].decode().strip()
-
-    def replace(self, node: ast.expr, text: str) -> None:
-        start, end = self._span(node)
-        self._edit(start, end - start, text)
-        self.count += 1
-
-    def unwrap(self, call: ast.Call) -> None:
-        """Replaces a call with its first argument."""
-        (start, end), (kept, kept_end) = self._span(call), self._span(call.args[0])
-        self._edit(start, kept - start, "")
-        self._edit(kept_end, end - kept_end, "")
-        self.count += 1
-
-    def enclose(self, node: ast.expr, before: str, after: str) -> None:
-        start, end = self._span(node)
-        self._edit(start, 0, before)
-        self._edit(end, 0, after)
-        self.count += 1
-
-    def _span(self, node: ast.expr) -> tuple[int, int]:
-        assert node.end_lineno is not None
-        assert node.end_col_offset is not None
-        return (
-            self._starts[node.lineno - 1] + node.col_offset,
-            self._starts[node.end_lineno - 1] + node.end_col_offset,
-        )
-
-    def _edit(self, start: int, length: int, text: str) -> None:
-        self._edits.append((start, len(self._edits), length, text.encode()))
-
-    def apply(self) -> str:
-        changed = self._source
-        # of the edits at one place, removals come first
-        for start, _, length, text in sorted(
-            self._edits, key=lambda edit: (edit[0], edit[2] > 0, edit[1]), reverse=True
-        ):
-            changed = changed[:start] + text + changed[start + length :]
-        return changed.decode()
-
-
-def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _Edits) -> None:
-    edits.before(shape.first_import.lineno, "import shoal\n")
-    both = f"{shape.model}, {shape.optimizer}"
-    indent = edits.indent(shape.made.lineno)
-    below = [f"{both} = shoal.as_distributed({both})", *map(edits.take, shape.averages)]
-    edits.below(shape.made, f"\n{indent}".join(below))
+def _convert_loop(shape: _Shape, edits: Edits) -> None:
+    indent = edits.indent(shape.epochs.lineno)
     edits.enclose(shape.source.call, "shoal.ElasticDataLoader.from_dataloader(", ")")
     counted = shape.counted
     edits.replace(shape.epochs.iter, f"{shape.source.loader}.epochs({counted.number})")
@@ -919,8 +879,6 @@ def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _E
         edits.enclose(shape.step.value, "if ", ":")
         for advance in shape.advances:
             edits.shift(advance)
-    for call in _prints(script, shape, found):
-        edits.replace(call.func, "shoal.print_once")
 
 
 def _refusal(start: str, deeper: str, indent: str) -> str:
@@ -947,31 +905,17 @@ def _own_resuming(converted: str, start: str) -> Finding:
     )
 
 
-def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:
-    """Yields the print calls executed by every rank after the model is distributed."""
-    later = shape.block[shape.block.index(shape.made) + 1 :]
-    inside = {node for part in later for node in ast.walk(part)}
-    reported = {finding.line for finding in found if finding.what.startswith("print()")}
-    for call in script.calls("print"):
-        if (
-            call in inside
-            and call.lineno in reported
-            and script.scope(call) is script.scope(shape.epochs)
-        ):
-            yield call
-
-
 # --------------------------------------------------------------------------- comments with findings
 
 
-def _marked(source: str, name: str, left: tuple[Finding, ...]) -> tuple[str, int]:
+def _marked(source: str, name: str, left: list[Finding]) -> tuple[str, int]:
     """Inserts a comment with the findings above each statement that has any. Returns the new script
     and the number of comments.
 
     `left`: problems found during the conversion, in addition to the findings of `check`.
     """
     script = Script(source, name)
-    edits = _Edits(source)
+    edits = Edits(source)
     for finding in (*left, *(check(source, name) or ())):
         line = min(
             (

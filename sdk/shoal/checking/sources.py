@@ -88,13 +88,20 @@ class Sources:
                 for outer in found
             )
         }
-        by_epochs = [executed[loop] for loop in executed if _over_epochs(loop)]
+        by_epochs = [executed[loop] for loop in executed if over_epochs(loop)]
         for loop, origin in found.items():
             inside = executed[loop] & (found.keys() - takes_none - {loop})
             if loop in takes_none or inside:
                 continue
             if origin.made_by is not None or not any(loop in nodes for nodes in by_epochs):
                 yield origin
+
+    def makes_batches(self, loop: Loop) -> bool:
+        """Returns whether each iteration of a loop makes a batch, as `x, y = get_batch("val")` and
+        cuts from an array do."""
+        return self._cuts(loop) or any(
+            self._gets(node) and self._script.loop_around(node) is loop for node in ast.walk(loop)
+        )
 
     def _executed(self, loop: Loop) -> Iterator[ast.AST]:
         """Yields the nodes that the loop executes with gradients, including those in functions of
@@ -263,7 +270,7 @@ def _first(nodes: Iterable[ast.AST]) -> ast.AST | None:
     return min(nodes, key=lambda node: getattr(node, "lineno", 0), default=None)
 
 
-def _over_epochs(loop: Loop) -> bool:
+def over_epochs(loop: Loop) -> bool:
     """Returns whether a loop is over `loader.epochs(n)`."""
     return isinstance(loop, ast.For) and any(
         isinstance(part, ast.Call)

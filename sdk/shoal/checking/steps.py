@@ -288,7 +288,11 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 def incremented(node: ast.AST) -> str | None:
     """Returns the variable or attribute that a statement increments by a constant, as `n += 1` or
     `n = n + 1` does; None if there is none."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant):
+    if (
+        isinstance(node, ast.AugAssign)
+        and isinstance(node.op, ast.Add | ast.Sub)
+        and isinstance(node.value, ast.Constant)
+    ):
         return ast.unparse(node.target)
     if (
         isinstance(node, ast.Assign)
@@ -339,12 +343,21 @@ def created_optimizers(script: Script) -> list[ast.Assign]:
 
 def optimizer_names(script: Script) -> set[str]:
     """Returns the names of the optimizers that the script creates or gets from as_distributed."""
-    made = [target for node in created_optimizers(script) for target in node.targets]
+    made = {ast.unparse(target) for node in created_optimizers(script) for target in node.targets}
+    return made | script.once(distributed_names)[1]
+
+
+def distributed_names(script: Script) -> tuple[set[str], set[str]]:
+    """Returns the names of the models, and those of the optimizers, that the script gets from
+    as_distributed."""
+    models, optimizers = set[str](), set[str]()
     for node in script.of_type(ast.Assign):
         if isinstance(node.value, ast.Call) and last_name(node.value).startswith("as_distributed"):
             for target in node.targets:
-                made += target.elts[1:] if isinstance(target, ast.Tuple) else []
-    return {ast.unparse(target) for target in made}
+                if isinstance(target, ast.Tuple):
+                    models |= {ast.unparse(each) for each in target.elts[:1]}
+                    optimizers |= {ast.unparse(each) for each in target.elts[1:]}
+    return models, optimizers
 
 
 def counters(script: Script, value: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
@@ -355,7 +368,7 @@ def counters(script: Script, value: ast.AST) -> Iterator[ast.Name | ast.Attribut
     while left:
         for part in ast.walk(left.pop()):
             if isinstance(part, ast.Attribute):
-                if is_name(part.value, "self") and _increments(
+                if is_name(part.value, "self") and increments(
                     script, script.of_type(ast.For, ast.While), ast.unparse(part)
                 ):
                     yield part
@@ -382,25 +395,25 @@ def _counts_steps(script: Script, scope: Function | None, name: str) -> bool:
             if last_name(over) == "enumerate":
                 assert isinstance(over, ast.Call)
                 first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
-                return first is not None and is_name(first, name) and _steps_in(script, loop)
-            return last_name(over) in ("range", "trange", "count") and _steps_in(script, loop)
-        if _increments(script, [loop], name):
+                return first is not None and is_name(first, name) and steps_in(script, loop)
+            return last_name(over) in ("range", "trange", "count") and steps_in(script, loop)
+        if increments(script, [loop], name):
             return True
     return False
 
 
-def _increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
+def increments(script: Script, loops: Iterable[Loop], counter: str) -> bool:
     """Returns whether one of the loops increments a counter with each step."""
     return any(
         incremented(node) == counter
         and (around := script.loop_around(node)) is not None
-        and _steps_in(script, around)
+        and steps_in(script, around)
         for loop in loops
         for node in ast.walk(loop)
     )
 
 
-def _steps_in(script: Script, loop: Loop) -> bool:
+def steps_in(script: Script, loop: Loop) -> bool:
     """Returns whether each iteration of a loop takes a step, rather than an epoch of steps."""
     optimizers = script.once(optimizer_names)
     return any(
@@ -421,7 +434,7 @@ def _loops_in(node: ast.AST) -> Iterator[Loop]:
     return (part for part in ast.walk(node) if isinstance(part, Loop))
 
 
-def _assigned_values(script: Script) -> dict[tuple[Function | None, str], list[ast.AST]]:
+def assigned_values(script: Script) -> dict[tuple[Function | None, str], list[ast.AST]]:
     """Returns the values that each variable of a scope is assigned."""
     found: dict[tuple[Function | None, str], list[ast.AST]] = {}
     for made in script.of_type(ast.Assign, ast.AnnAssign):
@@ -432,7 +445,7 @@ def _assigned_values(script: Script) -> dict[tuple[Function | None, str], list[a
 
 def _origins(script: Script, scope: Function | None, name: str) -> Iterator[ast.AST]:
     """Yields the expressions whose values a variable of a scope may have."""
-    yield from script.once(_assigned_values).get((scope, name), ())
+    yield from script.once(assigned_values).get((scope, name), ())
     if scope is None:
         return
     names = [each.arg for each in (*scope.args.posonlyargs, *scope.args.args)]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from shoal.checking.conversion import convert
+from shoal.checking.findings import Finding
 from shoal.checking.loaders import Loaders
-from shoal.checking.rules import Finding, check
+from shoal.checking.rules import check
 from shoal.checking.script import Script
 from shoal.cli.app import app
 from shoal_common.errors import ConfigurationError
@@ -58,12 +59,16 @@ def test_examples_are_clean_except_the_plain_ones(path: Path) -> None:
         assert [finding.what.split()[0] for finding in found] == {
             "examples": ["the", "training", "print()"],
             "classifier": [
+                '"cuda"',
                 *["every", "the", "an", "the", "training", "tqdm()", "total", "print()"],
                 *["torch.save()"] * 2,
                 *["print()", "torch.save()"],
             ],
             "nanogpt": [
-                *["the"] * 3,
+                '"cuda"',
+                "the",
+                "every",
+                *["the"] * 2,
                 "training",
                 "gradients",
                 *["print()"] * 2,
@@ -131,6 +136,8 @@ def _checked(source: str) -> list[Finding]:
         ("dist.init_process_group()", "", "dist.init_process_group()"),
         ("net = nn.DataParallel(net)", "", "net = nn.DataParallel(net)"),
         ("", "dist.all_reduce(value)", "dist.all_reduce(value)"),
+        ("n = 0", "n += 1\nif not n % 9:\n    shoal.print_once(epoch)", "n = 0"),
+        ("n, m = 0, 1", "n = n + 1\nlog(n)", "n, m = 0, 1"),
         ("net.to('cuda:0')", "", "net.to('cuda:0')"),
         ("net.cuda()", "", "net.cuda()"),
         ("torch.manual_seed(time.time())", "", "torch.manual_seed(time.time())"),
@@ -190,11 +197,143 @@ def test_a_line_is_reported(before: str, inside: str, line: str) -> None:
         ),
         ("held_out = DataLoader(dataset)", "shoal.evaluate(model, held_out, measure)"),
         ("held_out = DataLoader(dataset)", "statistics = [len(batch) for batch in held_out]"),
-        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'", ""),
+        (
+            "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nx = x.to(device)",
+            "use(device)",
+        ),
+        # counts that the loop does not read, or that start again in each epoch
+        ("n = 0", "n += 1"),
+        ("n = 0", "n = 0\nfor each in rows:\n    n += 1\nlog(n)"),
+        ("scale = 1.0", "scale *= 0.5\nlog(scale)"),
     ],
 )
 def test_a_line_is_not_reported(before: str, inside: str) -> None:
     assert _found(before, inside) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [
+        ("device = 'cuda' if ready else 'cpu'\nnet.to(device)", 1),
+        ("device = torch.device('cuda')\nx = torch.zeros(1, device=device)", 1),
+        ("torch.load('a.pt', map_location='cuda')", 1),
+        ("device = 'cuda' if ready else 'cpu'\ndef f(x):\n    return x.to(device)", 0),
+        ("autocast = torch.autocast('cuda')\nnet.to('cpu' if 'cuda' in name else other)", 0),
+        ("torch.cuda.set_device(1)\nnet.to('cuda')", 0),
+        ("net.to(torch.device('cuda', index))", 0),
+    ],
+)
+def test_a_device_without_a_number_is_reported_only_above_as_distributed(
+    before: str, lines: int
+) -> None:
+    at = "model, optimizer ="
+    source = _START.replace(at, f"{before}\n{at}") + _LOOP
+    found = [each for each in check(source) or [] if "GPU 0" in each.what]
+    assert len(found) == lines
+    assert all("'cuda'" in source.splitlines()[each.line - 1] for each in found)
+    below = check(f"{_START}{before}\n{_LOOP}") or []
+    assert not any("GPU 0" in each.what for each in below)
+
+
+_RESUMED = """
+shoal.resume("checkpoints")
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "reported"),
+    [
+        (_RESUMED, "schedule.step()", True),
+        (_RESUMED.replace("StepLR", "ReduceLROnPlateau"), "schedule.step(value)", True),
+        (
+            _RESUMED,
+            "if loader.global_step == (epoch + 1) * len(loader):\n    schedule.step()",
+            False,
+        ),
+        (_RESUMED.replace("shoal.resume", "read"), "schedule.step()", False),
+        (_RESUMED, "other.step()", False),
+    ],
+)
+def test_a_scheduler_that_steps_after_each_epoch_of_a_resumable_run_is_reported(
+    before: str, inside: str, reported: bool
+) -> None:
+    assert _found(before, inside) == [inside] * reported
+    steps = _LOOP.replace("optimizer.step()", "if optimizer.step():\n            schedule.step()")
+    assert check(_START + _RESUMED + steps) == []
+
+
+@pytest.mark.parametrize(
+    ("load", "reported"),
+    [
+        ("model.load_full(torch.load('best.pt'))", True),
+        ("model.module.load_state_dict(best)", True),
+        ("if found:\n    optimizer.load_state_dict(best)", True),
+        (
+            "if loader.global_step == n and not shoal.is_joining():\n    model.load_full(best)",
+            False,
+        ),
+        ("other.load_state_dict(torch.load('best.pt'))", False),
+        ("def load():\n    model.load_full(best)", False),
+    ],
+)
+def test_loading_between_two_training_loops_is_reported(load: str, reported: bool) -> None:
+    source = f"{_START}{_LOOP}{load}\n{_LOOP}"
+    found = check(source) or []
+    assert ["between two training loops" in each.what for each in found] == [True] * reported
+    assert check(f"{_START}{_LOOP}{load}\n") == []
+    function = textwrap.indent(_LOOP, "    ")
+    called = check(f"{_START}def train():{function}train()\n{load}\ntrain()\n") or []
+    assert len(called) == reported
+
+
+@pytest.mark.parametrize(
+    ("save", "reported"),
+    [
+        ("torch.save(model.state_dict(), 'a.pt')", "model.module.state_dict(), or"),
+        ("state = model.state_dict()\ntorch.save(state, 'a.pt')", "model.module.state_dict(), or"),
+        ("torch.save(ema.module.state_dict(), 'a.pt')", "consume_prefix_in_state_dict_if_present"),
+        ("torch.save(model.module.state_dict(), 'a.pt')", ""),
+        ("torch.save(net.state_dict(), 'a.pt')", ""),
+        (
+            "torch.save({k.removeprefix('module.'): v for k, v in model.state_dict().items()}, f)",
+            "",
+        ),
+        ("torch.save({'model': model.state_dict()}, 'a.pt')", ""),
+        ("state = model.state_dict()\nconsume(state, 'module.')\ntorch.save(state, 'a.pt')", ""),
+    ],
+)
+def test_a_file_whose_names_have_the_prefix_of_the_wrapper_is_reported(
+    save: str, reported: str
+) -> None:
+    ema = "ema = torch.optim.swa_utils.AveragedModel(model)\n"
+    saved = textwrap.indent(save, "    ")
+    found = check(f"{_START}{ema}{_LOOP}if shoal.is_main_process():\n{saved}\n") or []
+    assert [reported in each.remedy for each in found] == [True] * bool(reported)
+    sharded = _START.replace("0.1))", "0.1), strategy='fsdp')")
+    found = check(f"{sharded}{ema}{_LOOP}if shoal.is_main_process():\n{saved}\n") or []
+    assert len(found) == (bool(reported) and "ema" not in save)
+
+
+@pytest.mark.parametrize(
+    ("body", "reported"),
+    [
+        (
+            "for k in range(9):\n        x, y = get_batch('val')\n        losses[k] = model(x, y)",
+            True,
+        ),
+        ("for i in range(0, n, 8):\n        total += model(data[i : i + 8])", True),
+        ("for k in range(9):\n        text.append(draw(model(text[-8:])))", False),
+        ("for split in ('train', 'val'):\n        out[split] = measure(split)", False),
+    ],
+)
+def test_validation_on_batches_that_the_script_makes_is_reported(body: str, reported: bool) -> None:
+    helper = "def get_batch(split):\n    return read(split)\n"
+    function = f"@torch.no_grad()\ndef estimate():\n    {body}\n"
+    for call, expected in (("estimate()", reported), ("if main_process:\n    estimate()", False)):
+        source = f"{helper}{_START}{function}{_LOOP}{textwrap.indent(call, '    ')}\n"
+        found = check(source) or []
+        assert ["every rank validates" in each.what for each in found] == [True] * expected
 
 
 def test_values_that_decide_together_are_registered_by_one_call() -> None:
@@ -821,6 +960,7 @@ def test_long_chains_of_statements_are_checked() -> None:
     assert convert(source + loop) is not None
 
 
+_DEVICE = 'device = "cuda" if torch.cuda.is_available() else "cpu"'
 _AVERAGE = "torch.optim.swa_utils.AveragedModel(net)"
 _OWN_AVERAGE = "class EMA:\n    def update(self, model): ...\n"
 
@@ -860,6 +1000,7 @@ def test_an_average_that_is_early_or_not_registered_is_reported(
             {
                 "ix = torch.randint(len(data) - block_size, (batch_size,))": _OWN_BATCHES,
                 "for _micro_step in range(gradient_accumulation_steps):": "gradients accumulate",
+                _DEVICE: '"cuda" is GPU 0',
                 "iter_num = 0": "the training loop depends on iter_num",
                 "best_val_loss = 1e9": "the training loop depends on best_val_loss",
             },
@@ -874,6 +1015,7 @@ def test_an_average_that_is_early_or_not_registered_is_reported(
         (
             "classifier",
             {
+                f"device = torch.device({_DEVICE.removeprefix('device = ')})": '"cuda" is GPU 0',
                 "ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))": "an average",
                 "if (i + 1) % args.accum_steps == 0 or i + 1 == len(train_loader):": "gradients a",
                 "running += loss.item() * args.accum_steps": "running counts an aborted step twi",

@@ -41,7 +41,8 @@ def init(
 
     With --from, write an elastic copy of an existing script instead, and show the changes as a
     diff. The existing script is parsed, not executed. Its training loop is converted only if the
-    result is certain to be correct; comments that start with "shoal:" mark what is left to do.
+    result is certain to be correct; otherwise the copy ends with an error above the loop. Comments
+    that start with "shoal:" mark what is left to do.
     """
     default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
     if script is None:
@@ -85,7 +86,12 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
     typer.echo(f"\nwrote {script}")
     if conversion.obstacles:
         reasons = "\n  ".join(conversion.obstacles)
-        typer.echo(f"the training loop was not converted:\n  {reasons}")
+        left = (
+            f", so the copy ends with an error above it; {conversion.page} shows how to convert it"
+            if conversion.page
+            else ""
+        )
+        typer.echo(f"the training loop was not converted{left}:\n  {reasons}")
     if marks := conversion.marks:
         places = "place" if marks == 1 else f"{marks} places"
         typer.echo(f"first edit the {places} marked '{MARK.strip()}'")

@@ -58,8 +58,10 @@ def main():
             optimizer.zero_grad()
         sums = shoal.evaluate(ema, val_loader, correct)
         shoal.print_once(f"epoch {epoch}: accuracy {sums['right'] / sums['all']:.3f}")
+    state = ema.module.state_dict()
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
     if shoal.is_main_process():
-        torch.save(ema.module.state_dict(), "ema.pt")
+        torch.save(state, "ema.pt")
 
 
 if __name__ == "__main__":

@@ -40,14 +40,14 @@ warmup_iters = 10
 lr_decay_iters = 40
 min_lr = 1e-4
 # system
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = shoal.device()
 dtype = "float32"
 
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
 shoal.print_once(f"tokens per iteration will be: {tokens_per_iter:,}")
 out_dir.mkdir(exist_ok=True)
 torch.manual_seed(1337)
-ctx = nullcontext() if device == "cpu" else torch.amp.autocast(device_type=device)
+ctx = nullcontext() if device.type == "cpu" else torch.amp.autocast(device_type=device.type)
 
 data_dir = Path("data") / dataset
 
@@ -102,7 +102,7 @@ with (data_dir / "meta.pkl").open("rb") as f:
     vocab_size = pickle.load(f)["vocab_size"]
 model = GPT(vocab_size)
 model.to(device)
-scaler = torch.amp.GradScaler(device, enabled=(dtype == "float16"))
+scaler = torch.amp.GradScaler(device.type, enabled=(dtype == "float16"))
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2))
 model, optimizer = shoal.as_distributed(model, optimizer)
 loader = shoal.ElasticDataLoader(

@@ -1,0 +1,23 @@
+"""What `shoal check` reports."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Finding:
+    """A line to change."""
+
+    line: int
+    what: str
+    """Effect of the line in an elastic run."""
+    remedy: str
+    certain: bool = True
+    """False if the script does not show whether the line has this effect."""
+
+
+def finding(node: ast.AST, what: str, remedy: str, *, certain: bool = True) -> Finding:
+    """Returns the finding for the line on which a node starts."""
+    return Finding(line=getattr(node, "lineno", 1), what=what, remedy=remedy, certain=certain)

@@ -44,6 +44,10 @@ if shoal.is_main_process():
     torch.save(state, "model.pt")
 ```
 
+The names in `model.state_dict()` begin with `module.`, as with DDP; those in
+`model.module.state_dict()` and `model.full_state_dict()` are the plain model's.
+`model.load_state_dict` accepts both.
+
 ## Every step clears its gradients
 
 Call `optimizer.zero_grad()` in every step. In plain torch and under `ddp`, a loop that calls it

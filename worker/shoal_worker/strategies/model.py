@@ -333,8 +333,8 @@ class ShardedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's own state dict. Raises PreconditionError if this rank has only part
-        of the values."""
+        """Returns the module's state dict, whose names begin with `module.`, as those of DDP do.
+        Raises PreconditionError if this rank has only part of the values."""
         self.engine.check_values_here(
             "state_dict()",
             "call model.full_state_dict(), which returns the whole state with the original "

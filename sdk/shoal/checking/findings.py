@@ -1,4 +1,4 @@
-"""What `shoal check` reports."""
+"""Findings of `shoal check`: lines to change, each with a remedy."""
 
 from __future__ import annotations
 

@@ -457,7 +457,7 @@ def _first_gpu(script: Script) -> Iterator[Finding]:
                 node,
                 '"cuda" is GPU 0 on every rank until as_distributed is called, so the model and '
                 "data of all ranks of a machine fill its memory",
-                "device = shoal.device(), a torch.device; code that needs a string uses device.type",
+                "device = shoal.device(), a torch.device; use device.type where a string is needed",
             )
 
 

@@ -179,6 +179,7 @@ def _log_once(call: ast.Call, edits: Edits) -> None:
 
 _LOCAL_CALLS: Final = frozenset(
     {"state_dict", "cpu", "detach", "numpy", "tolist", "item", "join", "str", "Path", "dict"}
+    | {"items", "removeprefix", "replace"}
 )
 """Functions and methods that a single rank may call."""
 _READS: Final = frozenset({"load", "load_file", "open", "loadtxt", "read_csv", "from_pretrained"})

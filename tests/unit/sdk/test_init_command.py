@@ -597,6 +597,18 @@ def test_device_and_logging_are_converted(line: str, converted: str) -> None:
     assert converted in conversion.source
 
 
+def test_names_without_the_prefix_of_a_wrapper_stay_without_it_in_the_copy() -> None:
+    plain = "{k.removeprefix('module.'): v for k, v in %s.items()}"
+    loaded = f"model.load_state_dict({plain % 'torch.load(path)'})"
+    saved = f"torch.save({plain % 'model.state_dict()'}, 'a.pt')"
+    conversion = convert(_PLAIN.replace(_MADE, f"{loaded}\n{_MADE}") + f"{saved}\n")
+    assert conversion is not None
+    assert (conversion.obstacles, conversion.marks) == ((), 0)
+    assert f"{loaded}\n{_MADE}\n" in conversion.source
+    kept = saved.replace("model.state_dict", "model.module.state_dict")
+    assert conversion.source.endswith(f"if shoal.is_main_process():\n    {kept}\n")
+
+
 @pytest.mark.parametrize(
     "use",
     ["autocast(device)", "if device == 'cpu':\n    pass", "device = other", "logging(device.type)"],

@@ -41,6 +41,8 @@ def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell
 
 
 def test_a_converted_script_trains_on_two_workers(shell: Shell) -> None:
+    import torch
+
     source = _PLAIN.read_text()
     for old, new in (
         ("import torch\n", "import torch\nfrom tqdm import tqdm\n"),
@@ -57,7 +59,8 @@ def test_a_converted_script_trains_on_two_workers(shell: Shell) -> None:
     ):
         assert source.count(old) == 1
         source = source.replace(old, new)
-    shell.script(f"{source}print('averaged:', int(average.n_averaged))\n", "plain.py")
+    source += "print('averaged:', int(average.n_averaged))\n"
+    shell.script(f"{source}torch.save(model.state_dict(), 'model.pt')\n", "plain.py")
     status, out, _ = shell.run("init", "--from", "plain.py")
     assert (status, "not converted" in out) == (0, False)
     status, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", "plain_elastic.py")
@@ -67,3 +70,5 @@ def test_a_converted_script_trains_on_two_workers(shell: Shell) -> None:
     assert losses[-1] < losses[0]
     assert "76 steps" in err
     assert out.count("averaged: 76\n") == 1
+    saved = torch.load(shell.directory / "model.pt")
+    assert [*saved] == ["1.weight", "1.bias", "3.weight", "3.bias"]  # of the plain model

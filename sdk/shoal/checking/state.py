@@ -41,20 +41,29 @@ _BEST: Final = (
 
 
 def _values(script: Script) -> Iterator[Finding]:
+    of_rates = {ast.unparse(use) for use in _counters_of_rates(script)}
     for loop in script.training_loops():
-        found = [*_carried_values(script, loop)]
-        counts = {name for _, name, _ in found if _counts_steps(script, loop, name)}
+        decide = [*_carried_values(script, loop)]
+        known = of_rates | {name for _, name, _ in decide}
+        read = [
+            (made, name, value)
+            for made, name, value in _plain_values(script, loop)
+            if name not in known and _is_read_count(script, loop, name)
+        ]
+        found = [(*each, "depends on {}") for each in decide]
+        found += [(*each, "reads {}, the script's own count") for each in read]
+        steps = {name for _, name, _ in (*decide, *read) if _counts_steps(script, loop, name)}
         # one call for all values: a second one would replace `run`
-        all_values = {name: ast.unparse(value) for _, name, value in found if name not in counts}
+        all_values = {name: ast.unparse(value) for _, name, value, _ in found if name not in steps}
         call = ", ".join(f"{name}={value}" for name, value in all_values.items())
-        for made, name, value in found:
+        for made, name, value, use in found:
             yield finding(
                 made,
-                f"the training loop depends on {name}, but a worker that joins later starts with "
+                f"the training loop {use.format(name)}, but a worker that joins later starts with "
                 f"{name} = {ast.unparse(value)}",
                 "loader.global_step, which counts the run's steps, instead of the script's own "
                 "counter"
-                if name in counts
+                if name in steps
                 else f"run = shoal.register_state({call}), and run.{name} in the loop"
                 + (_BEST if "best" in name.lower().split("_") else ""),
             )
@@ -82,24 +91,6 @@ def _plain_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, as
             for name, value in assigned(made):
                 if _is_plain(value):
                     yield made, name, value
-
-
-def _counts(script: Script) -> Iterator[Finding]:
-    of_rates = {ast.unparse(use) for use in _counters_of_rates(script)}
-    for loop in script.training_loops():
-        reported = of_rates | {name for _, name, _ in _carried_values(script, loop)}
-        for made, name, value in _plain_values(script, loop):
-            if name not in reported and _is_read_count(script, loop, name):
-                reported.add(name)
-                yield finding(
-                    made,
-                    f"the training loop reads {name}, the script's own count, but a worker that "
-                    f"joins later starts with {name} = {ast.unparse(value)}",
-                    "loader.global_step, which counts the run's steps"
-                    if _counts_steps(script, loop, name)
-                    else f"run = shoal.register_state({name}={ast.unparse(value)}), and "
-                    f"run.{name} in the loop",
-                )
 
 
 def _is_read_count(script: Script, loop: Loop, name: str) -> bool:
@@ -504,7 +495,6 @@ def _seeds(script: Script) -> Iterator[Finding]:
 
 STATE_RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _values,
-    _counts,
     _learning_rates,
     _copies,
     _averages,

@@ -351,6 +351,11 @@ def test_values_that_decide_together_are_registered_by_one_call() -> None:
     of_best, of_bad = (finding.remedy for finding in found)
     assert of_best.startswith(f"{call} run.best in the loop; to keep the best checkpoint, shoal.sa")
     assert of_bad == f"{call} run.bad in the loop"
+    counted = _START + "best, n = 9.0, 0\n" + _LOOP + loop + "    n += 1\n    log(n)\n"
+    of_n = check(counted.replace(loop, "    best = min(best, f())\n")) or []
+    assert [each.remedy.partition(", and")[0] for each in of_n] == [
+        "run = shoal.register_state(best=9.0, n=0)"
+    ] * 2
 
 
 _BATCHES = "for i, (x, y) in enumerate(loader):"

@@ -5,8 +5,8 @@
 `python_group` is a torch process group written in Python; `collective` describes collectives as
 data and executes them, and `sparse_sum` adds up sparse tensors. `native_threads` waits for torch's
 threads before the process exits, `process_end` terminates a process that cannot continue, and
-`worlds` gives each thread that is a rank its own torch.distributed world. Importing this package registers the process groups
-"shoal_gloo", "shoal_inmemory" and "shoal_mpi" with torch.
+`worlds` gives each thread that is a rank its own torch.distributed world. Importing this package
+registers the process groups "shoal_gloo", "shoal_inmemory" and "shoal_mpi" with torch.
 """
 
 from shoal_worker import torch_extensions

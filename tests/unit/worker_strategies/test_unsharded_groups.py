@@ -243,6 +243,41 @@ def test_unscaling_before_the_last_micro_batch_is_refused(strategy: str) -> None
         shoal.launch(unscaled_early, strategy, world_size=2)
 
 
+class MostlyIdle(nn.Module):
+    """A model with one gradient that is not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.used + 0 * self.idle.sum()
+
+
+def unscaled_norms(strategy: str) -> list[float]:
+    """Returns the gradients' norm before and after clipping, in a step with a grad scaler."""
+    net = MostlyIdle()
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    norms = []
+    data = TensorDataset(torch.full((3, 1), 4.0))
+    for (x,) in shoal.ElasticDataLoader(data, global_batch_size=3):
+        scaler.scale(model(x).mean()).backward()
+        scaler.unscale_(optimizer)
+        norms += [float(model.clip_grad_norm_(1.0)), float(model.clip_grad_norm_(1.0))]
+        scaler.step(optimizer)
+        scaler.update()
+    return norms
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid"])
+def test_a_rank_whose_gradients_are_all_zero_reports_the_unscaled_norm(strategy: str) -> None:
+    for norms in shoal.launch(unscaled_norms, strategy, world_size=3):
+        assert norms == pytest.approx([4.0, 1.0], rel=1e-5)
+
+
 def scaled_on_few(*, registered_early: bool) -> list[Any]:
     """Trains in steps of two micro-batches, of which one of three ranks has none from the first
     step on. The gradients of the second step overflow."""

@@ -114,10 +114,6 @@ class Gradients(Protocol):
         """Multiplies the gradients by `factor`."""
         ...
 
-    def norm_here(self) -> float:
-        """Returns the norm of all these gradients, including gradients of mirrors."""
-        ...
-
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """Engine of a model whose state is partitioned across ranks, so that no rank needs all of
@@ -205,10 +201,6 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._shown = False
         """True if a GradScaler may have inspected and unscaled the current step's gradients, or
         the optimizer has used them."""
-        self._handed_out = 0.0
-        """Norm of this rank's gradients before a GradScaler could change them; 0 if no GradScaler
-        has been able to change them.
-        """
         self._skipped = False
         """True if a GradScaler found infinities in the gradients. The step then counts, but the
         parameters stay unchanged."""
@@ -356,7 +348,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def _begin_step(self) -> None:
         """Resets the flags that describe the current step's gradients."""
-        self._clipped, self._handed_out = 1.0, 0.0
+        self._clipped = self._whereabouts.unscaled = 1.0
         self._shown = self._skipped = self._carried = False
 
     @override
@@ -387,7 +379,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
         if step is not None and step.control is not None and commit_payload is not None:
             # otherwise the step was aborted
-            norm = commit_payload.norm * self._scaled_by
+            norm = commit_payload.norm * self._clipped * float(self._whereabouts.unscaled)
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # if the norm is NaN, all gradients become NaN
                 self._clipped *= scale
@@ -410,32 +402,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         if not step.in_micro_batches and self._has_gradients:
             self._session.lifecycle.reduce_and_commit()
         if step.control is not None and not self._shown:
-            self._show_gradients()
+            self._shown = True
+            if self._commit_payload is not None and not math.isfinite(self._commit_payload.norm):
+                self.scale_gradients(math.nan)
         if self._parts is not None:
             self._whereabouts.look_at(self._parts.optimized)
-
-    def _show_gradients(self) -> None:
-        """Notes the norm of this rank's gradients of a committed step before a GradScaler can
-        change them."""
-        self._shown = True
-        if self._commit_payload is None:
-            return
-        if self._clipped:
-            with inside():
-                self._handed_out = self._gradients.norm_here() / self._clipped
-        if not math.isfinite(self._commit_payload.norm):
-            self.scale_gradients(math.nan)
-
-    @property
-    def _scaled_by(self) -> float:
-        """Factor that clipping and a GradScaler's `unscale_` have applied to the gradients since
-        they were passed to the optimizer. It is the same on all ranks."""
-        if self._shown:
-            with inside():
-                before, now = self._handed_out, self._gradients.norm_here()
-            if before > 0 and math.isfinite(before) and math.isfinite(now):
-                return now / before
-        return self._clipped
 
     @override
     def skip(self) -> None:

@@ -82,10 +82,6 @@ class MeshGradients(abc.ABC):
         """Multiplies the optimizer's gradients by `factor`."""
 
     @abc.abstractmethod
-    def norm_here(self) -> float:
-        """Returns the norm of the gradients that this rank's optimizer has."""
-
-    @abc.abstractmethod
     def forget(self) -> None:
         """Discards the optimizer's gradients."""
 
@@ -328,12 +324,6 @@ class ReplicatedGradients(MeshGradients):
             torch._foreach_mul_(gradients, factor)
 
     @override
-    def norm_here(self) -> float:
-        return math.sqrt(
-            _squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None)
-        )
-
-    @override
     def forget(self) -> None:
         for piece in self._pieces.values():
             drop_gradient(piece)
@@ -458,10 +448,6 @@ class ScatteredGradients(MeshGradients):
     @override
     def scale(self, factor: float) -> None:
         self._cut.scale(factor)
-
-    @override
-    def norm_here(self) -> float:
-        return self._cut.norm_here()
 
     @override
     def forget(self) -> None:

@@ -131,19 +131,11 @@ class CutGradients:
 
     def scale(self, factor: float) -> None:
         """Multiplies the optimizer's gradients by `factor`."""
-        if gradients := self._handed_out():
-            torch._foreach_mul_(gradients, factor)
-
-    def norm_here(self) -> float:
-        """Returns the norm of the optimizer's gradients on this rank, for its own and its mirrored
-        shard."""
-        return math.sqrt(float(squared_norms(self._handed_out()).sum()))
-
-    def _handed_out(self) -> list[torch.Tensor]:
         pieces = (
             piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces
         )
-        return [piece.grad for piece in pieces if piece.grad is not None]
+        if gradients := [piece.grad for piece in pieces if piece.grad is not None]:
+            torch._foreach_mul_(gradients, factor)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

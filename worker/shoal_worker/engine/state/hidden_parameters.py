@@ -55,6 +55,8 @@ class Whereabouts:
         self.pending = False
         """True if gradients of the current step are part of the ranks' sum, and the optimizer has
         not used them yet."""
+        self.unscaled: float | torch.Tensor = 1.0
+        """Factor by which a GradScaler has multiplied the gradients of the current step."""
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
         """Value of `.grad` while the gradient is stored elsewhere."""
         self.gradient.whereabouts = self
@@ -67,7 +69,7 @@ class Whereabouts:
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
         for gradient in self.gradients():
-            gradient.__dict__[_SEEN] = False
+            gradient.__dict__.update({_SEEN: False, _SEEN_BY: self})
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of the pieces set by `look_at`."""
@@ -211,16 +213,20 @@ class _Gradient(torch.Tensor):
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """Unscales the gradients `given` for a GradScaler. A placeholder among them stands for the
     gradients of all of this rank's pieces. Each gradient is unscaled only once, even if there are
-    several placeholders."""
+    several placeholders. Records the factor: it cannot be computed from gradients that are all
+    zero."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
+            each.whereabouts.unscaled = inverse
             gradients |= {id(one): one for one in each.whereabouts.gradients()}
     kinds: dict[Any, list[torch.Tensor]] = {}
     with inside():
         for gradient in gradients.values():
             if not gradient.__dict__.get(_SEEN):
                 gradient.__dict__[_SEEN] = True
+                if (whereabouts := gradient.__dict__.get(_SEEN_BY)) is not None:
+                    whereabouts.unscaled = inverse
                 kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
         for (_, device), alike in kinds.items():
             here = found_inf.to(device)
@@ -229,6 +235,9 @@ def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: to
 
 
 _SEEN: Final = "_shoal_unscaled"
+"""Attribute of a gradient: True if a GradScaler has unscaled it."""
+_SEEN_BY: Final = "_shoal_whereabouts"
+"""Attribute of a gradient: the `Whereabouts` that records the factor."""
 _T: Final[Any] = torch.Tensor
 _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
     _T.is_sparse.__get__: lambda gradients: False,

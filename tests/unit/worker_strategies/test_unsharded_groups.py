@@ -235,7 +235,7 @@ def unscaled_early(strategy: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hybrid"])
 def test_unscaling_before_the_last_micro_batch_is_refused(strategy: str) -> None:
     with pytest.raises(
         PreconditionError, match=r"unscale_\(\) was called inside the loop over the step's micro"

@@ -302,6 +302,7 @@ class StepLifecycle:
         weight, step.micro_batch, step.weigh = step.micro_batch, None, None
         step.micro_batches_weight += weight
         if step.in_micro_batches and step.lost is None:
+            self._held.registered.check_scalers()
             self._held.engine.micro_batch_ends(weight)
 
     def finish_batches(self) -> None:
@@ -312,7 +313,6 @@ class StepLifecycle:
                 "optimizer.step() was called inside the loop over the step's micro-batches; call "
                 "it after that loop"
             )
-        self._held.registered.check_scalers()
         self.step.handed_out = True
         self.reduce_and_commit()
 

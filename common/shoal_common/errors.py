@@ -39,6 +39,8 @@ class ShoalError(Exception):
     failed_at: float | None = None
     """Time of the failure (`time.time()`), set if the error is raised some time after it. Of
     several related failures, the earliest is the cause."""
+    on_all_ranks: bool = False
+    """True if all ranks of a job raise the error, so that a launcher need show it only once."""
 
     retry_after: timedelta | None
     """Minimum time to wait before calling an overloaded service again; None: not specified."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_common.errors import ConfigurationError, InternalError
-from shoal_worker.elastic.session.brief_errors import brief
+from shoal_worker.elastic.session.brief_errors import brief, on_screen
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
@@ -45,3 +45,20 @@ def test_other_exceptions_and_bugs_keep_their_traceback(line: str) -> None:
 
 def test_an_error_without_lines_of_a_script_keeps_its_traceback() -> None:
     assert brief(ConfigurationError("nobody raised it"), None) is None
+
+
+def test_an_error_that_every_rank_raises_is_left_to_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = script("state.register('a', object())")
+    assert isinstance(error, ConfigurationError)
+    error.on_all_ranks = True
+    whole = on_screen(error, error.__traceback__)
+    assert str(error) in (whole or ""), "without a launcher, nobody else shows it"
+    monkeypatch.setenv("SHOAL_LAUNCHER_ID", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+    assert on_screen(error, error.__traceback__) == (
+        "ConfigurationError [CONFIGURATION_INVALID] on all ranks: see the end of the output\n"
+    )
+    error.on_all_ranks = False
+    assert on_screen(error, error.__traceback__) == whole

@@ -10,7 +10,7 @@ how. They then exchange the details here. Used by the training thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
@@ -129,19 +129,30 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
     )
 
 
-def settings_apart(settings: object) -> PreconditionError:
-    """Returns the error for ranks whose optimizers have different settings. `settings`: this rank's
-    settings."""
-    return PreconditionError(
-        f"the ranks' optimizers have different settings; this rank has {settings}. "
-        "Hyper-parameters that change during training must change identically on all ranks, "
-        "including ranks that join later: use a scheduler, whose state is sent to joiners, or "
-        "compute "
-        "them from loader.global_step. 'parameters' is a digest of the parameter groups and of "
+def settings_apart(settings: Sequence[Mapping[str, Any]], group: Group | None) -> PreconditionError:
+    """Returns the error for ranks whose optimizers have different settings. Must be called on all
+    ranks of `group`. `settings`: this rank's settings, by parameter group, followed by settings
+    that belong to no group."""
+    try:
+        everyones: list[list[dict[str, Any]]] = (
+            [json.loads(each) for each in group.exchange(json.dumps(settings).encode())]
+            if group is not None
+            else []
+        )
+        what = _different_settings(everyones)
+    except MembershipChanged:  # a peer has already raised its error and left
+        everyones, what = [], f"this rank has {list(settings)}"
+    error = PreconditionError(
+        f"the ranks' optimizers have different settings ({what}). Hyper-parameters that change "
+        "during training must change identically on all ranks, including ranks that join later: "
+        "use a scheduler, whose state is sent to joiners, or compute them from "
+        "loader.global_step. 'parameters' is a digest of the parameter groups and of "
         "requires_grad; if it differs, use the same groups and freeze the same parameters on all "
         "ranks",
         reason=REASON,
     )
+    error.on_all_ranks = bool(everyones)
+    return error
 
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
@@ -192,6 +203,22 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
         "create the loader with the same arguments on every rank"
     ]
     return f"({what}); {'; '.join(remedies)}"
+
+
+def _different_settings(everyones: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Describes which settings differ between ranks. `everyones`: for each rank, its settings, as
+    in `settings_apart`."""
+    counts = [len(each) - 1 for each in everyones]
+    if len(set(counts)) > 1:
+        return f"number of parameter groups: {_compare(list(map(str, counts)))}"
+    differences = []
+    for number, groups in enumerate(zip(*everyones, strict=True)):
+        of = f" of group {number}" if number < counts[0] else ""
+        for name in dict.fromkeys(name for group in groups for name in group):
+            values = [group.get(name) for group in groups]
+            if any(value != values[0] for value in values):
+                differences.append(f"{name!r}{of}: {_compare(list(map(repr, values)))}")
+    return "; ".join(differences) or "unknown"
 
 
 def _compare(values: Sequence[str]) -> str:

@@ -561,7 +561,7 @@ class StepLifecycle:
             case Difference.POSITION:
                 raise steps_apart(held.place(step.source), step.source, self._group, step.of)
             case Difference.SETTINGS:
-                raise settings_apart(held.registered.settings)
+                raise settings_apart(held.registered.settings, self._group)
             case Difference.WRITES:
                 raise engine.writes_apart()
             case Difference.WRITES_BETWEEN:
@@ -688,7 +688,9 @@ class StepLifecycle:
 
     @staticmethod
     def _divergence(said: str) -> PreconditionError:
-        return PreconditionError(said, reason="REPLICAS_DIVERGED")
+        error = PreconditionError(said, reason="REPLICAS_DIVERGED")
+        error.on_all_ranks = True
+        return error
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
         """Aborts the current step of asynchronous training, because the run has ended for this

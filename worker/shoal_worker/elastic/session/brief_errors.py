@@ -13,7 +13,7 @@ from types import TracebackType
 from shoal_common.errors import ConfigurationError, InternalError, ShoalError
 
 from shoal_worker.elastic.coordinator.script_lines import libraries
-from shoal_worker.settings import WorkerSettings
+from shoal_worker.settings import WorkerSettings, error_file
 
 _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 
@@ -40,6 +40,16 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
 
 def on_screen(error: BaseException, traceback: TracebackType | None) -> str | None:
     """Returns the result of `brief`, followed by a line that explains how to see the full
-    traceback."""
+    traceback. If every rank raises the error, `shoal run` shows it at the end; then returns one
+    line without the message."""
     text = brief(error, traceback)
-    return None if text is None else text + _HINT
+    if text is None:
+        return None
+    if isinstance(error, ShoalError) and error.on_all_ranks and _is_shown_at_the_end():
+        return f"{type(error).__name__} [{error.reason}] on all ranks: see the end of the output\n"
+    return text + _HINT
+
+
+def _is_shown_at_the_end() -> bool:
+    """Returns whether `shoal run` has started this worker, and shows its error."""
+    return bool(WorkerSettings.load().launcher_id) and error_file() is not None

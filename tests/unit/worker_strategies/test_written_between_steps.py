@@ -9,6 +9,7 @@ import pytest
 import shoal
 import torch
 from shoal import ConfigurationError, PreconditionError
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -174,6 +175,40 @@ def test_one_rank_may_swap_weights_for_an_evaluation_and_restore_them(strategy: 
 
     first, second = shoal.launch(train, strategy, swap, world_size=2)
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("strategy", [*ELSEWHERE, "tensor", "hybrid"])
+def test_values_that_a_joiner_loads_between_two_loops_are_an_error_in_the_next_step(
+    strategy: str, factor: float
+) -> None:
+    steps: list[int] = []
+
+    def joins() -> None:
+        net = Net()
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy
+        )
+        loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values = {name: value * factor for name, value in model.full_state_dict().items()}
+            if loader.global_step == 3 and shoal.rank() == 1:
+                phase = current_session()._held.phase
+                phase.fall_behind()  # as in a joiner that has received the state
+                model.load_full(values)
+                phase.arrive()
+            steps.append(loader.global_step)
+
+    if factor == 1.0:  # the joiner has written the values that it had received
+        shoal.launch(joins, world_size=2)
+        return
+    with pytest.raises(ConfigurationError, match="a worker that joined") as stopped:
+        shoal.launch(joins, world_size=2)
+    assert stopped.value.reason == "PARAMETERS_WRITTEN"
+    assert max(steps) == 3
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])

@@ -41,8 +41,10 @@ from shoal_worker.engine.state.parameters import (
     named_values,
 )
 from shoal_worker.engine.state.partitioned_state import PartitionedState
+from shoal_worker.engine.step.buffers import joined
 from shoal_worker.engine.step.passes import Loss
 from shoal_worker.engine.step.tentative_update import TentativeUpdate
+from shoal_worker.state.digest import digest_of
 from shoal_worker.state.fits import check_elementwise
 
 # --------------------------------------------------------------------------- the commit all-reduce
@@ -209,6 +211,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         the script had not cleared them.
         """
         self._whereabouts = Whereabouts(self.strategy)
+        self._overwritten = 0
+        """Digest of this rank's parts if a joiner's script has overwritten the values received from
+        its peers; otherwise 0."""
 
     def _build(self) -> None:
         """Creates the state if the module is not on the meta device. Called at the end of each
@@ -221,8 +226,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._parts.use_optimizer(self.optimizer)
 
     def _give_values(self, state: Mapping[str, Any]) -> None:
-        """Allocates memory for a module on the meta device, before a captured or assembled state is
-        loaded."""
+        """Prepares for loading a captured or assembled state. Allocates memory for a module on the
+        meta device."""
+        self._overwritten = 0
         if self._parts is None:
             unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
             materialize(self.module, self.optimizer, self._session.device, buffers=unsaved)
@@ -305,6 +311,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def reduce(self, step: Step) -> None:
         if step.share is not None and step.phase is StepPhase.OPEN:
             self._reduce(step, step.share)
+            step.writes = joined(step.writes, self._overwritten)
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
@@ -557,8 +564,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if not self._named_state().left_out.keys() <= tensors.keys():
             tensors = self._unsharded_state() | dict(tensors)
+        late = self.is_trained and self._session.is_joining
+        before = self._digest_of_parts() if late else 0
         self._held.load_values(tensors)
         self._commit_buffers()
+        if late and (now := self._digest_of_parts()) != before:
+            self._overwritten = now or 1
+
+    def _digest_of_parts(self) -> int:
+        return digest_of(part for parts in self.in_common().values() for part in parts.values())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:

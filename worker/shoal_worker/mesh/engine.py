@@ -764,7 +764,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @override
     def writes_apart(self) -> ShoalError:
-        return self._laid_out.buffers.apart()
+        buffers = self._laid_out.buffers
+        if buffers.alike_names() and not self._overwritten:
+            return buffers.apart()
+        return self._piece_writes.apart(list(self._parameter_names()) if self._overwritten else [])
 
     @property
     def _has_gradients(self) -> bool:

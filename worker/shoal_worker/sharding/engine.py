@@ -409,7 +409,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @override
     def writes_apart(self) -> ShoalError:
-        names = self._writes.names()
+        names = self._writes.names() or (list(self._parameter_names()) if self._overwritten else [])
         return (
             self._step_buffers.apart()
             if self._step_buffers.exact_names() and not names

@@ -3,7 +3,10 @@ checkpoint was written."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shoal
@@ -50,3 +53,56 @@ def test_resumed_run_has_the_learning_rates_of_an_uninterrupted_one(
     (before,) = shoal.launch(lambda: train(tmp_path, loop, stop_at), world_size=1)
     (after,) = shoal.launch(lambda: train(tmp_path, loop, None), world_size=1)
     assert before + after == [0.5**epoch for epoch in range(EPOCHS) for _ in range(STEPS_AN_EPOCH)]
+
+
+Loop = tuple[int | None, int | None]
+"""Arguments of `epochs()`."""
+SCHEDULES: dict[str, Callable[[Any], object]] = {
+    "of a length": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    "of no length": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 6),
+    "none": lambda optimizer: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "resumed_in", "schedule", "told"),
+    [
+        ([(2, None)], [(3, None)], "of a length", ("epochs(2)", "epochs(3)")),
+        ([(None, 3)], [(2, 5)], "of a length", ("(max_steps=3)", "(2, max_steps=5)")),
+        ([(2, None)], [(3, None)], "of no length", ()),
+        ([(2, None)], [(3, None)], "none", ()),
+        ([(2, None)], [(2, None)], "of a length", ()),
+        # a script of two loops, whose second loop the saved run had entered or not
+        ([(1, None)], [(1, None), (3, None)], "of a length", ()),
+        ([(1, None), (3, None)], [(1, None), (3, None)], "of a length", ()),
+    ],
+)
+def test_a_loop_of_another_length_than_in_the_checkpoint_is_told_once(
+    saved_in: Sequence[Loop],
+    resumed_in: Sequence[Loop],
+    schedule: str,
+    told: Sequence[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run(loops: Sequence[Loop]) -> None:
+        net = nn.Linear(2, 1)
+        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
+        loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 2)), global_batch_size=4)
+        kept = SCHEDULES[schedule](optimizer)
+        shoal.resume(tmp_path)
+        for epochs, max_steps in loops:
+            for _ in loader.epochs(epochs, max_steps=max_steps):
+                for (rows,) in loader:
+                    model(rows).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if loader.global_step < 6:
+                    shoal.save_checkpoint(tmp_path)
+        del kept
+
+    with caplog.at_level(logging.WARNING):
+        shoal.launch(run, saved_in, world_size=1)
+        assert not caplog.messages
+        shoal.launch(run, resumed_in, world_size=2)
+    assert [all(call in said for call in told) for said in caplog.messages] == [True] * bool(told)

@@ -74,14 +74,14 @@ class FakeSession:
     def loop_ended(self):
         pass
 
-    def enter_epochs(self, source):
+    def enter_epochs(self, source, *, call):
         self.begin_step(source)
         return source.epoch
 
     def epochs_left(self, source):
         self.calls.append(("epochs_left",))
 
-    def epoch_opens(self, source, epoch, *, epochs):
+    def epoch_opens(self, source, epoch, *, epochs, call):
         pass
 
     def is_elsewhere(self, source, epoch):

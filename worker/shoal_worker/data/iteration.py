@@ -346,16 +346,19 @@ class Iterations:
     def epochs(self, source: StepSource, n: int, max_steps: int | None) -> Iterator[int]:
         """Implements `ElasticDataLoader.epochs`."""
         progress, session = self._progress, self._introduction.session
+        limits = [str(n)] if n != sys.maxsize else []
+        limits += [f"max_steps={max_steps}"] if max_steps is not None else []
+        call = f"epochs({', '.join(limits)})"
         if max_steps is not None:
             self._supply.limit(max_steps)
             n = min(n, self._supply.epochs_of(max_steps))
         self._last_epoch = n - 1
         try:
-            epoch = session(source).enter_epochs(source)
+            epoch = session(source).enter_epochs(source, call=call)
             self._stopped = False
             while epoch < n and not self._stopped and not progress.has_all_steps:
                 progress.within = epoch
-                session(source).epoch_opens(source, epoch, epochs=n)
+                session(source).epoch_opens(source, epoch, epochs=n, call=call)
                 yield epoch
                 # After a return to a checkpoint, steps of an epoch that ended early are repeated.
                 epoch = max(epoch + (not self._ended_within), progress.cursor.epoch)

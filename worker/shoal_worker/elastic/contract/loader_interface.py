@@ -100,21 +100,21 @@ class LoaderSession(Protocol):
         that is in a later epoch. A joiner counts as a joiner until its first `assign`."""
         ...
 
-    def enter_epochs(self, source: StepSource) -> int:
+    def enter_epochs(self, source: StepSource, *, call: str) -> int:
         """Enters `epochs()` and returns the first epoch to hand out. In a joiner, this is a step
         boundary, as in `begin_step`, and the call blocks until the run's position is known. After a
         resume, and in a joiner, the iteration counts of the other loaders are set to their values
-        at this position. Raises `StopTraining`, for example if early stopping ended this loop
-        before a resume."""
+        at this position. `call`: the script's call, such as "epochs(90)". Raises `StopTraining`,
+        for example if early stopping ended this loop before a resume."""
         ...
 
     def epochs_left(self, source: StepSource) -> None:
         """Notifies the session that the script has left the loop over `epochs()` with `break`."""
         ...
 
-    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
+    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int, call: str) -> None:
         """Notifies the session that `epochs()` is about to hand out `epoch`. `epochs`: number of
-        epochs of that loop."""
+        epochs of that loop. `call`: as in `enter_epochs`."""
         ...
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:

@@ -185,7 +185,7 @@ class StepLifecycle:
         self._progress.begun()
         return step
 
-    def enter_epochs(self, source: StepSource) -> int:
+    def enter_epochs(self, source: StepSource, *, call: str) -> int:
         """Enters a loop over epochs and returns its first epoch (`LoaderSession.enter_epochs`)."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
@@ -193,16 +193,19 @@ class StepLifecycle:
             raise StopTraining("early stopping had ended this loop before the resume")
         if not self._held.phase.holds_state or self._held.engine.asynchronous:
             self.begin_step(source)
-        return self._held.enter_epochs(source)
+        return self._held.enter_epochs(source, call)
 
     def epochs_left(self, source: StepSource) -> None:
         """Records that the script has left a loop over epochs (`LoaderSession.epochs_left`)."""
         if not self._held.engine.asynchronous:
             self._held.early_stop.left(source.name, step=self._held.steps)
 
-    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
-        """Records that a loop over epochs hands out `epoch` (`LoaderSession.epoch_opens`)."""
-        self._held.epoch_opens(source, epoch)
+    def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int, call: str) -> None:
+        """Records that a loop over epochs hands out `epoch` (`LoaderSession.epoch_opens`). On the
+        first rank, warns if the loop has another length than in the checkpoint."""
+        differs = self._held.epoch_opens(source, epoch, call)
+        if differs and (self._formation is None or self._formation.is_first):
+            _log.warning("%s", differs)
         self._progress.takes_own_steps = self._held.engine.asynchronous
         self._progress.steps_in_all = self._held.steps_in_all(
             source, epochs, known=self._progress.steps_in_all

@@ -110,6 +110,9 @@ class CommittedState:
         """Loader whose `epochs()` was entered -> the loop's current epoch, and the iteration counts
         of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
+        self._calls: dict[str, str] = {}
+        """Loader -> call of `epochs()` in the loaded state, until the script makes the same call or
+        another call hands out an epoch."""
         self._kept: _Kept | None = None
 
     # ---------------------------------------------------------------------------------------- parts
@@ -308,14 +311,19 @@ class CommittedState:
                     source.step,
                 )
 
-    def enter_epochs(self, source: StepSource) -> int:
-        """Enters a loop over epochs of `source` and returns the loop's first epoch.
+    def enter_epochs(self, source: StepSource, call: str) -> int:
+        """Enters a loop over epochs of `source` and returns the loop's first epoch. `call`: the
+        script's call.
 
         If the loop continues at an epoch that a loaded state has reached, sets the other loaders'
         iteration counts to the counts saved with that epoch, because earlier iterations belong to
         epochs that are skipped.
         """
         loop = self._loops_to_enter.pop(source.name, None)
+        if loop is not None and "call" in loop:  # missing in checkpoints of earlier releases
+            self._calls[source.name] = loop["call"]
+        if self._calls.get(source.name) == call:
+            del self._calls[source.name]
         if loop is None:
             return source.epoch
         first: int = loop["epoch"] if loop["inside"] else max(source.epoch, source.next_epoch)
@@ -324,10 +332,22 @@ class CommittedState:
                 other.count_from(loop["others"].get(other.name) if loop["epoch"] == first else None)
         return first
 
-    def epoch_opens(self, source: StepSource, epoch: int) -> None:
-        """Records that the next epoch in a loop over epochs of `source` begins."""
+    def epoch_opens(self, source: StepSource, epoch: int, call: str) -> str:
+        """Records that the next epoch in a loop over epochs of `source` begins. `call`: the
+        script's call of `epochs()`. Returns a warning, once, if the call in the loaded state was
+        different and there is a schedule that may depend on it; otherwise an empty string."""
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
-        self._loops[source.name] = {"epoch": epoch, "others": others}
+        self._loops[source.name] = {"epoch": epoch, "others": others, "call": call}
+        saved = self._calls.pop(source.name, call)
+        schedules = self.registered.schedules_of_a_length() if saved != call else []
+        if not schedules:
+            return ""
+        return (
+            f"the checkpoint was saved in a loop over {source.name}.{saved}, but this script calls "
+            f"{source.name}.{call}, so learning rates may differ from those of a run without the "
+            f"interruption: {', '.join(schedules)} may depend on the length of the run. If you "
+            "extend the run on purpose, check its learning rates; otherwise make the same call"
+        )
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
         """Returns the number of steps that the run will have taken after `epochs` epochs of

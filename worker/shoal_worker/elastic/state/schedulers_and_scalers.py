@@ -49,6 +49,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 import torch
 import xxhash
 from shoal_common.errors import ConfigurationError, PreconditionError
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -199,6 +200,16 @@ for _kind, _name in NAMES.items():
 
 _log = logging.getLogger(__name__)
 
+_OF_A_LENGTH: Final = (
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.LambdaLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.OneCycleLR,
+    lr_scheduler.PolynomialLR,
+)
+"""Schedulers whose arguments may contain the length of the run. Schedulers that combine others are
+registered besides these."""
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
 """Maximum size, in bytes, of the tensors in an object that is copied in each step, to be restored
@@ -504,6 +515,14 @@ class RegisteredState:
     @property
     def _all(self) -> dict[str, Any]:
         return {**self._objects, **self._found}
+
+    def schedules_of_a_length(self) -> list[str]:
+        """Returns the types of registered schedulers whose learning rates may depend on the number
+        of epochs or steps of the run, sorted."""
+        self.find_new()
+        return sorted(
+            {type(one).__name__ for one in self._all.values() if isinstance(one, _OF_A_LENGTH)}
+        )
 
     def find(self, name: str) -> Stateful | None:
         """Returns the object registered under `name`, or None."""

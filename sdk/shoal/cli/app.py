@@ -18,6 +18,7 @@ from shoal_common.security.secrets import take_secrets
 
 from shoal.cli.commands.certs import certs
 from shoal.cli.commands.check import check
+from shoal.cli.commands.compare import compare
 from shoal.cli.commands.control import drain, kill, readmit, stop
 from shoal.cli.commands.coordinate import coordinate
 from shoal.cli.commands.demo import demo
@@ -59,6 +60,7 @@ app.command(
 app.command()(plan)
 app.command()(init)
 app.command()(check)
+app.command()(compare)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
 app.command()(certs)

@@ -64,6 +64,7 @@ _WHOLE = "~whole"
 state tree never contain "~w" or "~m"."""
 _RESERVED = {"__metadata__": "~metadata"}
 """Names reserved by safetensors, and their replacements."""
+_ORIGINALS = {replacement: name for name, replacement in _RESERVED.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,7 +531,6 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _read_parts(path: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    originals = {stand_in: name for name, stand_in in _RESERVED.items()}
     tensors: dict[str, torch.Tensor] = {}
     for part, about in files.items():
         stored = read_tensors(path, part, about)
@@ -538,8 +538,11 @@ def _read_parts(path: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str,
             stored[name] = (
                 stored[name].view(getattr(torch, described["dtype"])).reshape(described["shape"])
             )
-        tensors |= {
-            part if name == _WHOLE else f"{part}/{originals.get(name, name)}": tensor
-            for name, tensor in stored.items()
-        }
+        tensors |= {name_in_state(part, name): tensor for name, tensor in stored.items()}
     return tensors
+
+
+def name_in_state(part: str, name: str) -> str:
+    """Returns the name of a tensor in the state, in the layout "whole". `part`: name of its file,
+    without suffix. `name`: its name in the file."""
+    return part if name == _WHOLE else f"{part}/{_ORIGINALS.get(name, name)}"

@@ -25,7 +25,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -320,6 +320,26 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
         KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest is incomplete or
             invalid.
     """
+    outline = outline_of(path, content)
+    sizes = _stored_sizes(outline)
+    flat = {
+        name: torch.empty(
+            size, dtype=outline[name].dtype if width(outline[name].dtype) == 1 else torch.uint8
+        )
+        for name, size in sizes.items()
+    }
+    for file, about in content["files"].items():
+        with opened(path, file, about) as content_of:
+            for name, begin, run in runs_in(path, file, about, content_of):
+                flat[name][begin : begin + len(run)] = run
+    return {
+        name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()
+    }
+
+
+def outline_of(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a sharded checkpoint on the meta device, by name, after checking that
+    the files are large enough for them. Arguments and errors are those of `read_shards`."""
     outline = {
         name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta")
         for name, about in content["tensors"].items()
@@ -331,32 +351,32 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     for file, about in content["files"].items():
         # before allocating all the memory that the manifest requires
         claimed = sum(
-            length * outline[name].dtype.itemsize // _width(outline[name].dtype)
+            length * outline[name].dtype.itemsize // width(outline[name].dtype)
             for name, (_, length) in about["spans"].items()
         )
         if claimed > file_of(path, file, about).stat().st_size:
             raise damaged(
                 path, f"{file} is smaller than the {claimed} bytes that the manifest lists for it"
             )
-    flat = {
-        name: torch.empty(
-            size, dtype=outline[name].dtype if _width(outline[name].dtype) == 1 else torch.uint8
-        )
-        for name, size in sizes.items()
-    }
-    for file, about in content["files"].items():
-        with opened(path, file, about) as content_of:
-            names = set(content_of.keys())
-            for name, (begin, length) in about["spans"].items():
-                run = content_of.get_tensor(name) if name in names else None
-                if run is None or run.numel() != length:
-                    raise damaged(
-                        path, f"{file} does not contain {name!r} as the manifest describes it"
-                    )
-                flat[name][begin : begin + length] = run.reshape(-1)
-    return {
-        name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()
-    }
+    return outline
+
+
+def runs_in(
+    path: Path, file: str, about: Mapping[str, Any], content: Any
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Yields the ranges of stored elements in an opened file: tensor name, index of the first
+    element, and the elements, flat. They share memory with the file. `about`: the file's manifest
+    entry. `content`: result of `opened`.
+
+    Raises:
+        CorruptDataError: a range is missing or has another length.
+    """
+    names = set(content.keys())
+    for name, (begin, length) in about["spans"].items():
+        run = content.get_tensor(name) if name in names else None
+        if run is None or run.numel() != length:
+            raise damaged(path, f"{file} does not contain {name!r} as the manifest describes it")
+        yield name, begin, run.reshape(-1)
 
 
 def describe_sums(
@@ -390,7 +410,7 @@ def write_pieces(file: Path, pieces: Pieces) -> dict[str, Any]:
     entry. Raises OSError."""
     tensors = {name: stored(values) for name, (_, values) in pieces.items()}
     spans = {
-        name: (begin * _width(values.dtype), tensors[name].numel())
+        name: (begin * width(values.dtype), tensors[name].numel())
         for name, (begin, values) in pieces.items()
     }
     offsets = {name: {_DCP_OFFSETS: [begin]} for name, (begin, _) in spans.items()}
@@ -421,15 +441,13 @@ def _pieces(
     return pieces
 
 
-def _width(dtype: torch.dtype) -> int:
+def width(dtype: torch.dtype) -> int:
     """Returns how many stored elements represent one element of a tensor with this dtype."""
     return 1 if dtype in STORED_DTYPES else dtype.itemsize
 
 
 def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {
-        name: math.prod(tensor.shape) * _width(tensor.dtype) for name, tensor in outline.items()
-    }
+    return {name: math.prod(tensor.shape) * width(tensor.dtype) for name, tensor in outline.items()}
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:

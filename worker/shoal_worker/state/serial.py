@@ -20,9 +20,10 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, ShoalError
 from shoal_worker.object_storage import is_url, local_path, read_object, write_object
 from shoal_worker.state.digest import tensor_digest
 
-_KEY = "shoal"
+METADATA: Final = "shoal"
+"""Key of Shoal's metadata in a file's header."""
 _FORMAT = 1
-_AS_BYTES = "as_bytes"
+AS_BYTES: Final = "as_bytes"
 """Metadata key for the dtypes and shapes of tensors that are stored as bytes."""
 STORED_DTYPES: Final = {
     torch.float64: "F64",
@@ -69,10 +70,10 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
         if tensor.dtype not in STORED_DTYPES
     }
     if as_bytes:
-        content[_AS_BYTES] = as_bytes
+        content[AS_BYTES] = as_bytes
         plain = {name: stored(tensor) for name, tensor in plain.items()}
     document = {"xxh3_64": _digest(content, plain), **content}
-    return safetensors.torch.save(plain, metadata={_KEY: json.dumps(document)})
+    return safetensors.torch.save(plain, metadata={METADATA: json.dumps(document)})
 
 
 def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -86,7 +87,7 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-        document: dict[str, Any] = json.loads(header[_KEY])
+        document: dict[str, Any] = json.loads(header[METADATA])
     except KeyError:
         raise CorruptDataError(
             "this is a safetensors file, but Shoal did not write it: its metadata lacks 'shoal'",
@@ -109,7 +110,7 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "the file is damaged: its content does not match its digest; use an intact copy",
             reason="FILE_CORRUPT",
         )
-    for name, (dtype, shape) in document.pop(_AS_BYTES, {}).items():
+    for name, (dtype, shape) in document.pop(AS_BYTES, {}).items():
         tensors[name] = tensors[name].view(getattr(torch, dtype)).view(shape)
     return tensors, document
 

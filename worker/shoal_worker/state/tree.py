@@ -35,7 +35,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,35 @@ def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
             tensor.
     """
     return _Unflattener(tensors).decode(structure, 0)
+
+
+def tensor_names(structure: Json) -> dict[str, str]:
+    """Returns the tensors in the structure of a state, including arrays: path -> name. A tensor
+    that occurs several times has several paths (`join_path`), but one name.
+
+    Raises:
+        KeyError, TypeError, ValueError: the structure was not produced by `flatten`.
+    """
+    return dict(_named(structure, ()))
+
+
+def _named(node: Json, path: tuple[object, ...]) -> Iterator[tuple[str, str]]:
+    if not isinstance(node, dict | list):
+        return
+    items: Iterable[tuple[Any, Json]]
+    if isinstance(node, list):
+        items = enumerate(node)
+    elif _MARK not in node:
+        items = node.items()
+    elif node[_MARK] in ("tensor", "ndarray"):
+        yield join_path(path), node["name"]
+        return
+    elif node[_MARK] in ("dict", "ordered", "counter", "default"):
+        items = [(unflatten(key, {}), item) for key, item in node["items"]]
+    else:
+        items = enumerate(node.get("items", ()))
+    for key, item in items:
+        yield from _named(item, (*path, key))
 
 
 def check_carried(tensor: torch.Tensor, where: str) -> None:

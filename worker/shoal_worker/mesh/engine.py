@@ -765,7 +765,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @override
     def writes_apart(self) -> ShoalError:
         buffers = self._laid_out.buffers
-        if buffers.alike_names() and not self._overwritten:
+        if buffers.exact_names() and not self._overwritten:
             return buffers.apart()
         return self._piece_writes.apart(list(self._parameter_names()) if self._overwritten else [])
 

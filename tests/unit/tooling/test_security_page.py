@@ -18,7 +18,7 @@ from typer.main import get_group
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/security.md").read_text()
-LOCAL = {"up", "demo", "certs", "plan", "check", "history", "init", "health"}
+LOCAL = {"up", "demo", "certs", "plan", "check", "compare", "history", "init", "health"}
 """Commands that contact no cluster, or only their own."""
 
 

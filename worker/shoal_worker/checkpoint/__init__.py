@@ -12,4 +12,5 @@ parameter servers store.
 
 `place` distinguishes a directory from the URL of an object store; `remote` reads and writes
 checkpoints in an object store, and `uploads` is the thread that uploads them from a directory.
+`comparison` implements `shoal compare`.
 """

@@ -137,6 +137,27 @@ def test_a_rank_without_samples_changes_nothing(strategy: str) -> None:
             assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hybrid"])
+def test_a_count_of_passes_may_equal_the_samples_of_some_micro_batches(strategy: str) -> None:
+    """Each micro-batch passes through the model twice, and the last one has two samples."""
+
+    def count() -> int:
+        model, optimizer = shoal.as_distributed(
+            net := make(), torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(X), global_batch_size=8, micro_batch_size=3, shuffle=False
+        )
+        for step in loader.steps():
+            for (x,) in step:
+                (model(x) - model(-x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(model.full_state_dict()["0.steps"])
+
+    assert shoal.launch(count, world_size=2) == [12, 12]
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize(
     "strategy", [each for each in STRATEGIES if each not in ("tensor", "pipeline")]

@@ -369,7 +369,7 @@ class CommittedBuffers:
         moved = committed[0] + means[:floats] + _moved(now[0], taken[0].to(changes.dtype))
         # All ranks have computed the same values for infinite elements; `exact_digest` checks that.
         moved = torch.where(committed[0].isfinite(), moved, now[0])
-        alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
+        alike = (squares - rest.square() < _TOLERANCE) & (of_samples < 1 - _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
         steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
         if count and self._sums_to_watch:

@@ -188,6 +188,28 @@ def test_gradients_may_be_cleared_anywhere_before_they_are_needed(
     assert_as_in_one_process(strategy, loop)
 
 
+def skips_the_second_step(strategy: str) -> dict[str, torch.Tensor]:
+    """Discards the second step's gradients, as a script does after a spike of the norm."""
+    model, optimizer, loader = prepared(strategy, micro=7)
+    for step in loader.steps():
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        model.clip_grad_norm_(1.0)
+        if loader.global_step == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
+def test_a_rank_without_micro_batches_discards_gradients_like_the_others(strategy: str) -> None:
+    expected = shoal.launch(functools.partial(skips_the_second_step, "ddp"), world_size=1)[0]
+    for state in shoal.launch(functools.partial(skips_the_second_step, strategy), world_size=3):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
 # ----------------------------------------------------------------------------------- unusual passes
 
 

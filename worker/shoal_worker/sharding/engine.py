@@ -427,6 +427,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._gradients.hand_out(commit_payload.divisor, commit_payload.present)
         for unit in held.trained:
             unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
+        # A rank without micro-batches has a part of the sum too, which `zero_grad` must discard.
+        self._whereabouts.pending |= any(commit_payload.present)
 
     @override
     def issued(self) -> bytes:

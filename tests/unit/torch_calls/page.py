@@ -54,7 +54,12 @@ Call `optimizer.zero_grad()` in every step. In plain torch and under `ddp`, a lo
 less often sums the gradients of several steps. Strategies that shard gradients free them after the
 step, so a later backward pass cannot add to them. If such a pass runs before `zero_grad()`,
 `optimizer.step()` raises an error. To divide large batches, use `micro_batch_size=`
-([guide](guides/accumulation.md)).
+([guide](guides/accumulation.md)). Each step of micro-batches starts without gradients, even if the
+script has not called `zero_grad()`.
+
+`zero_grad(set_to_none=False)` is refused by strategies that shard gradients, with micro-batches,
+and with several models, because gradients of zero are not kept there. In plain torch, they make the
+optimizer apply weight decay and momentum to parameters that a step does not use.
 
 ## Which values the optimizer has
 

@@ -210,6 +210,57 @@ def test_a_rank_without_micro_batches_discards_gradients_like_the_others(strateg
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
+class Alternating(Net):
+    """Uses its body only in every second training pass."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        output: torch.Tensor = self.head(self.body(x) if self.passes % 2 else x)
+        return output
+
+
+def clears_to_zero(strategy: str, *, micro: int | None = None) -> dict[str, torch.Tensor]:
+    net = Alternating()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    if strategy == "plain":
+        for x, y in zip(*(each.split(BATCH) for each in data().tensors), strict=True):
+            loss_of(net, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return net.state_dict()
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=strategy, minimum_parameter_group_size=1
+    )
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+    )
+    for step in loader.steps() if micro else ([batch] for batch in loader):
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def test_ddp_updates_unused_parameters_with_gradients_of_zero_as_in_one_process() -> None:
+    expected = clears_to_zero("plain")
+    for state in shoal.launch(functools.partial(clears_to_zero, "ddp"), world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro"), [("ddp", 7), *((strategy, None) for strategy in (*CUT, *SPLIT))]
+)
+def test_gradients_of_zero_are_refused_where_they_are_not_kept(
+    strategy: str, micro: int | None
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"call zero_grad\(\) without set_to_none"):
+        shoal.launch(functools.partial(clears_to_zero, strategy, micro=micro), world_size=2)
+
+
 # ----------------------------------------------------------------------------------- unusual passes
 
 

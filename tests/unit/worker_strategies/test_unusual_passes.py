@@ -210,6 +210,27 @@ def test_a_rank_without_micro_batches_discards_gradients_like_the_others(strateg
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
+def accumulates(strategy: str, *, clears: bool) -> dict[str, torch.Tensor]:
+    model, optimizer, loader = prepared(strategy, micro=7)
+    for step in loader.steps():
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
+def test_each_step_of_micro_batches_starts_without_gradients(strategy: str) -> None:
+    cleared, kept = (
+        shoal.launch(functools.partial(accumulates, strategy, clears=clears), world_size=3)[0]
+        for clears in (True, False)
+    )
+    torch.testing.assert_close(kept, cleared, rtol=0, atol=1e-12)
+
+
 class Alternating(Net):
     """Uses its body only in every second training pass."""
 

@@ -282,6 +282,15 @@ def test_gradients_of_zero_are_refused_where_they_are_not_kept(
         shoal.launch(functools.partial(clears_to_zero, strategy, micro=micro), world_size=2)
 
 
+@pytest.mark.usefixtures("fresh_session")
+def test_gradients_of_zero_are_refused_with_several_models() -> None:
+    nets = Net(), Net()
+    optimizers = tuple(torch.optim.SGD(net.parameters(), 0.1) for net in nets)
+    _, (first, _) = shoal.as_distributed(nets, optimizers)
+    with pytest.raises(ConfigurationError, match=r"call zero_grad\(\) without set_to_none"):
+        first.zero_grad(set_to_none=False)
+
+
 # ----------------------------------------------------------------------------------- unusual passes
 
 

@@ -210,9 +210,8 @@ class Engine(TrainingEngine):
         if not set_to_none and not self.keeps_zero_gradients:
             raise ConfigurationError(
                 f"zero_grad(set_to_none=False) with strategy={self.strategy!r}: gradients of zero "
-                "are not kept here, although torch would update parameters with them (weight "
-                "decay, momentum); call zero_grad() without set_to_none, or use ddp without "
-                "micro-batches"
+                "are not kept until the next step, although torch would update parameters with "
+                "them (weight decay, momentum); call zero_grad() without set_to_none"
             )
 
     def zero_grad(self, clear: Callable[[], None]) -> None:

@@ -54,7 +54,12 @@ Call `optimizer.zero_grad()` in every step. In plain torch and under `ddp`, a lo
 less often sums the gradients of several steps. Strategies that shard gradients free them after the
 step, so a later backward pass cannot add to them. If such a pass runs before `zero_grad()`,
 `optimizer.step()` raises an error. To divide large batches, use `micro_batch_size=`
-([guide](guides/accumulation.md)).
+([guide](guides/accumulation.md)). Each step of micro-batches starts without gradients, even if the
+script has not called `zero_grad()`.
+
+`zero_grad(set_to_none=False)` is refused by strategies that shard gradients, with micro-batches,
+and with several models, because gradients of zero are not kept there. In plain torch, they make the
+optimizer apply weight decay and momentum to parameters that a step does not use.
 
 ## Which values the optimizer has
 
@@ -104,11 +109,11 @@ way, as in torch's own data parallelism.
 - **`int64` buffers** are treated as counters. If all passes make the same change, it is added once,
   as for a count of steps; otherwise the changes are summed, as for a count of samples. They are
   also summed if, in each pass, the change of an element or of all elements together equals the
-  number of samples. If every pass has one sample, the two cases look the same, and the buffer is
-  treated as a count of steps. Store a maximum or minimum in floating point instead, with infinity
-  as its initial value. In the first 100 steps, a warning names a buffer whose summed changes differ
-  from the number of samples. Another warning names a buffer whose equal changes are a multiple of
-  this number, such as a count of tokens.
+  number of samples, or their weight if the loader has a `weight_fn`. If every pass has one sample,
+  the two cases look the same, and the buffer is treated as a count of steps. Store a maximum or
+  minimum in floating point instead, with infinity as its initial value. In the first 100 steps, a
+  warning names a buffer whose summed changes differ from the number of samples. Another warning
+  names a buffer whose equal changes are a multiple of this number, such as a count of tokens.
 - **All other buffers** (`bool`, other integers, complex numbers, floating-point buffers with some
   infinite elements) must change in the same way on all ranks and in all micro-batches. Otherwise
   `BUFFERS_DIFFER` names the buffer in the first step that differs.

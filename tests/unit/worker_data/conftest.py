@@ -56,7 +56,7 @@ class FakeSession:
     def offer_numbers(self, values):
         self.offered = values
 
-    def begin_micro_batch(self, *, index, weight, key, weigh):
+    def begin_micro_batch(self, *, index, weight, samples, key, weigh):
         self.calls.append(("micro", index, weight, tuple(key)))
 
     def end_micro_batch(self):

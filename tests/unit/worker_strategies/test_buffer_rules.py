@@ -4,7 +4,9 @@ extreme value. Other buffers must be equal on all ranks, or an error is raised."
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shoal
@@ -76,14 +78,23 @@ def make(flag: torch.dtype = torch.bool, *, own: bool = False) -> nn.Sequential:
 
 
 def train(
-    strategy: str, net: nn.Module, micro: int | None = None, *, samples: int = 48
+    strategy: str,
+    net: nn.Module,
+    micro: int | None = None,
+    *,
+    samples: int = 48,
+    weight_fn: Callable[[Any], float] | None = None,
 ) -> dict[str, torch.Tensor]:
     options = {"sync_every": 3} if strategy == "local_sgd" else {}
     model, optimizer = shoal.as_distributed(
         net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy, **options
     )
     loader = shoal.ElasticDataLoader(
-        TensorDataset(X[:samples]), global_batch_size=8, micro_batch_size=micro, shuffle=False
+        TensorDataset(X[:samples]),
+        global_batch_size=8,
+        micro_batch_size=micro,
+        shuffle=False,
+        weight_fn=weight_fn,
     )
     for _ in loader.epochs(1):
         for step in loader.steps() if micro else ([batch] for batch in loader):
@@ -135,6 +146,47 @@ def test_a_rank_without_samples_changes_nothing(strategy: str) -> None:
     for found in shoal.launch(lambda: train(strategy, make(), samples=41), world_size=2):
         for name in ("steps", "samples", "histogram", "least", "largest"):
             assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
+
+
+def tokens(batch: Any) -> float:
+    """Returns the weight of a batch whose samples have five tokens each."""
+    return 5.0 * len(batch[0] if isinstance(batch, list | tuple) else batch)
+
+
+@pytest.mark.parametrize("micro", [None, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_counts_are_of_samples_even_if_batches_have_other_weights(
+    strategy: str, micro: int | None
+) -> None:
+    if strategy == "pipeline" and micro is not None:
+        micro = 8  # for the same reason as above
+    wanted = plain(make())
+    for found in shoal.launch(
+        lambda: train(strategy, make(), micro, weight_fn=tokens), world_size=2
+    ):
+        for name in ("steps", "samples", "histogram"):
+            assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", "hybrid", "local_sgd"])
+def test_a_count_of_passes_may_equal_the_samples_of_some_micro_batches(strategy: str) -> None:
+    """Each micro-batch passes through the model twice, and the last one has two samples."""
+
+    def count() -> int:
+        model, optimizer = shoal.as_distributed(
+            net := make(), torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(X), global_batch_size=8, micro_batch_size=3, shuffle=False
+        )
+        for step in loader.steps():
+            for (x,) in step:
+                (model(x) - model(-x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(model.full_state_dict()["0.steps"])
+
+    assert shoal.launch(count, world_size=2) == [12, 12]
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -188,6 +188,109 @@ def test_gradients_may_be_cleared_anywhere_before_they_are_needed(
     assert_as_in_one_process(strategy, loop)
 
 
+def skips_the_second_step(strategy: str) -> dict[str, torch.Tensor]:
+    """Discards the second step's gradients, as a script does after a spike of the norm."""
+    model, optimizer, loader = prepared(strategy, micro=7)
+    for step in loader.steps():
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        model.clip_grad_norm_(1.0)
+        if loader.global_step == 1:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
+def test_a_rank_without_micro_batches_discards_gradients_like_the_others(strategy: str) -> None:
+    expected = shoal.launch(functools.partial(skips_the_second_step, "ddp"), world_size=1)[0]
+    for state in shoal.launch(functools.partial(skips_the_second_step, strategy), world_size=3):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+def accumulates(strategy: str, *, clears: bool) -> dict[str, torch.Tensor]:
+    model, optimizer, loader = prepared(strategy, micro=7)
+    for step in loader.steps():
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
+def test_each_step_of_micro_batches_starts_without_gradients(strategy: str) -> None:
+    cleared, kept = (
+        shoal.launch(functools.partial(accumulates, strategy, clears=clears), world_size=3)[0]
+        for clears in (True, False)
+    )
+    torch.testing.assert_close(kept, cleared, rtol=0, atol=1e-12)
+
+
+class Alternating(Net):
+    """Uses its body only in every second training pass."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        output: torch.Tensor = self.head(self.body(x) if self.passes % 2 else x)
+        return output
+
+
+def clears_to_zero(strategy: str, *, micro: int | None = None) -> dict[str, torch.Tensor]:
+    net = Alternating()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    if strategy == "plain":
+        for x, y in zip(*(each.split(BATCH) for each in data().tensors), strict=True):
+            loss_of(net, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return net.state_dict()
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=strategy, minimum_parameter_group_size=1
+    )
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+    )
+    for step in loader.steps() if micro else ([batch] for batch in loader):
+        for x, y in step:
+            loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    state: dict[str, torch.Tensor] = model.full_state_dict()
+    return state
+
+
+def test_ddp_updates_unused_parameters_with_gradients_of_zero_as_in_one_process() -> None:
+    expected = clears_to_zero("plain")
+    for state in shoal.launch(functools.partial(clears_to_zero, "ddp"), world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro"), [("ddp", 7), *((strategy, None) for strategy in (*CUT, *SPLIT))]
+)
+def test_gradients_of_zero_are_refused_where_they_are_not_kept(
+    strategy: str, micro: int | None
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"call zero_grad\(\) without set_to_none"):
+        shoal.launch(functools.partial(clears_to_zero, strategy, micro=micro), world_size=2)
+
+
+@pytest.mark.usefixtures("fresh_session")
+def test_gradients_of_zero_are_refused_with_several_models() -> None:
+    nets = Net(), Net()
+    optimizers = tuple(torch.optim.SGD(net.parameters(), 0.1) for net in nets)
+    _, (first, _) = shoal.as_distributed(nets, optimizers)
+    with pytest.raises(ConfigurationError, match=r"call zero_grad\(\) without set_to_none"):
+        first.zero_grad(set_to_none=False)
+
+
 # ----------------------------------------------------------------------------------- unusual passes
 
 

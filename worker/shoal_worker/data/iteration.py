@@ -205,6 +205,7 @@ class Delivery:
             session.begin_micro_batch(
                 index=block.index,
                 weight=weight,
+                samples=len(block),
                 key=request.key,
                 weigh=self._weigh_rows(batch, block),
             )

@@ -193,6 +193,27 @@ class Engine(TrainingEngine):
     def synchronize_gradients(self) -> None:
         """Reduces the step's gradients across ranks (`ShardedModel.synchronize_gradients`)."""
 
+    @property
+    def keeps_zero_gradients(self) -> bool:
+        """True if a gradient that was cleared with `set_to_none=False` is zero in the next update,
+        as in torch, even if no pass uses the parameter until then."""
+        return True
+
+    def check_zero_grad(self, *, set_to_none: bool) -> None:
+        """Checks that clearing the gradients has the same effect as in torch.
+
+        Raises:
+            ConfigurationError: `set_to_none` is False, but parameters that the next step does not
+                use would have no gradient instead of zero. The optimizer would then not apply their
+                weight decay and momentum.
+        """
+        if not set_to_none and not self.keeps_zero_gradients:
+            raise ConfigurationError(
+                f"zero_grad(set_to_none=False) with strategy={self.strategy!r}: gradients of zero "
+                "are not kept until the next step, although torch would update parameters with "
+                "them (weight decay, momentum); call zero_grad() without set_to_none"
+            )
+
     def zero_grad(self, clear: Callable[[], None]) -> None:
         """Clears the gradients of the current step. `clear`: torch's own `zero_grad`, which clears
         gradients in `.grad`."""

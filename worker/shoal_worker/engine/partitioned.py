@@ -244,6 +244,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return self._parts
 
     @property
+    @override
+    def keeps_zero_gradients(self) -> bool:
+        return False
+
+    @property
     def _any_optimizer(self) -> bool:
         """True if any optimizer is accepted, because the user has declared that its update is
         elementwise.

@@ -76,6 +76,7 @@ class ModelSession:
         if step is None or own is None:
             return None
         own.handed_out, own.taken, own.micro_batch = step.handed_out, step.taken, step.micro_batch
+        own.samples = step.samples
         if step.share is not None:
             own.assign(step.share)
         if step.lost is not None:

@@ -661,7 +661,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         if self._mesh is not None and step is not None and step.lost is None:
             self._held.hidden.show_gradients()
             with LosingStep(self._session):
-                self._mesh.add(weight)
+                self._mesh.add(weight, step.samples)
             step = self._session.step
             if weight > 0 and step is not None and step.lost is None:
                 self._mesh.buffers.micro_batch_ends()
@@ -677,7 +677,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.hidden.show_gradients()
         with LosingStep(session):
             if not step.in_micro_batches:
-                mesh.add(share.weight)
+                mesh.add(share.weight, step.samples)
             self._prepare_pass(step)
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 mesh.take_part()

@@ -237,20 +237,25 @@ class RankMesh:
         if moment == "before":
             self.buffers.put_back()
         elif self.buffers.size or self.buffers.extremes:
-            weight = self._micro_batches[index].weight
-            self._weighed_changes += self.buffers.changes(self._weighed_changes, weight, weight)
+            one = self._micro_batches[index]
+            weight = one.weight
+            self._weighed_changes += self.buffers.changes(
+                self._weighed_changes, weight, weight=weight, samples=one.samples
+            )
             if weight > 0:
                 self.buffers.extremes.micro_batch_ends()
 
-    def add(self, weight: float) -> None:
+    def add(self, weight: float, samples: int) -> None:
         """Adds the gradients and buffer changes of all passes since the last call to the step's
-        sums. `weight`: weight of these passes.
+        sums. `weight`, `samples`: weight and number of samples of these passes.
 
         Raises:
             MembershipChanged: a rank failed or left.
         """
         if self._weighed_changes is None:
-            changes = self.buffers.changes(self.gradients.like, weight, weight)
+            changes = self.buffers.changes(
+                self.gradients.like, weight, weight=weight, samples=samples
+            )
         else:
             total = sum(one.weight for one in self._micro_batches)
             changes = self.buffers.reweighted(self._weighed_changes, weight / (total or 1.0))

@@ -436,7 +436,15 @@ class AccumulatedReduction:
         # in float64, where float32 times an integer is exact
         add_times(added, 1.0 if self._sums else weight)
         if weight != 0:
-            self._buffer_changes.add_(self._buffers.changes(self._buffer_changes, weight, weight))
+            step = self._session.step
+            self._buffer_changes.add_(
+                self._buffers.changes(
+                    self._buffer_changes,
+                    weight,
+                    weight=weight,
+                    samples=step.samples if step is not None else 0,
+                )
+            )
             self._weight_sum += weight
         else:
             self._buffers.leave_out(self._buffer_changes)

@@ -558,6 +558,13 @@ class ReplicatedEngine(Engine):
         self._tables.deliver()
         return status
 
+    @property
+    @override
+    def keeps_zero_gradients(self) -> bool:
+        """False if each step begins without gradients: with micro-batches, and with several
+        models."""
+        return self._accumulated is None and not self._setup.several
+
     @override
     def zero_grad(self, clear: Callable[[], None]) -> None:
         clear()

@@ -70,6 +70,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._outer = OuterMomentum(self._rounds)
         self._round = Round()
         self._step_weight = 0.0
+        self._step_samples = 0
         self._reduced = False
         """True if the gradients of the step's micro-batches have been summed."""
         self._averaging = False
@@ -181,6 +182,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
+            self._step_samples = step.samples if self._step_weight > 0 else 0
         if self._step_weight > 0:  # otherwise this is a placeholder batch
             update()
 
@@ -245,9 +247,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         if group is not None:
             self._check_alike(group.exchange)
-            self._average += self._agree_on_counts(
-                group.exchange, step_weight=self._step_weight, steps=self._round.steps + 1
-            )
+            self._average += self._agree_on_counts(group.exchange, within_step=True)
         if (
             (self._rounds.average_optimizer_state or self._round.averages_state)
             and group is not None
@@ -262,19 +262,20 @@ class LocalSGDEngine(ReplicatedEngine):
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(
-        self, exchange: Exchange, *, step_weight: float, steps: int
+        self, exchange: Exchange, *, within_step: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns pairs of a counter buffer and the value that all ranks give it. `step_weight`:
-        weight of the current step on this rank, or 0. `steps`: number of steps in the round."""
+        """Returns pairs of a counter buffer and the value that all ranks give it. `within_step`:
+        True if the current step is part of the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
         agreed = agreed_counts(
             begun.counters,
             counters,
-            of_round=steps,
-            steps=begun.sampled_steps + (step_weight > 0),
-            samples=begun.weight + step_weight,
+            of_round=begun.steps + within_step,
+            steps=begun.sampled_steps + (within_step and self._step_weight > 0),
+            samples=begun.samples + (self._step_samples if within_step else 0),
+            weight=begun.weight + (self._step_weight if within_step else 0.0),
             exchange=exchange,
         )
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
@@ -327,7 +328,10 @@ class LocalSGDEngine(ReplicatedEngine):
     @override
     def micro_batch_ends(self, weight: float) -> None:
         super().micro_batch_ends(weight)
-        self._step_weight += weight
+        step = self._session.step
+        if weight > 0 and step is not None:
+            self._step_weight += weight
+            self._step_samples += step.samples
 
     def _keep_for_redo(self) -> None:
         """Records the module's attributes, but only at the start of a round: a single step is never
@@ -370,10 +374,11 @@ class LocalSGDEngine(ReplicatedEngine):
             self._round_over()
             self._session.release()
         else:
-            self._round.step_committed(self._step_weight)
+            self._round.step_committed(self._step_weight, self._step_samples)
 
     def _forget_step(self) -> None:
-        self._step_weight, self._reduced, self._averaging = 0.0, False, False
+        self._step_weight, self._step_samples = 0.0, 0
+        self._reduced = self._averaging = False
         self._average, self._mean_state = [], None
 
     def _round_over(self) -> None:
@@ -468,7 +473,7 @@ class LocalSGDEngine(ReplicatedEngine):
             self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
         )
         means = weighted_mean(tensors, share, add)
-        counts = self._agree_on_counts(channel.exchange, step_weight=0.0, steps=self._round.steps)
+        counts = self._agree_on_counts(channel.exchange, within_step=False)
         extremes = self._step_buffers.extremes
         if extremes:
             extremes.agree(channel.exchange(extremes.made(counted=self._round.weight > 0)))

@@ -180,7 +180,9 @@ class OverlappedReduction:
             changes = torch.zeros_like(self._changes)
             self._buffers.leave_out(changes)
         else:
-            changes = self._buffers.changes(self._changes, factor, share.weight)
+            changes = self._buffers.changes(
+                self._changes, factor, weight=share.weight, samples=step.samples
+            )
         group.all_reduce(changes)
         self._buffer_changes = changes
 
@@ -283,7 +285,11 @@ class OverlappedReduction:
                 self._changes.zero_()
                 self._buffers.leave_out(self._changes)
             elif self._changes.numel():
-                self._changes.copy_(self._buffers.changes(self._changes, factor, share.weight))
+                self._changes.copy_(
+                    self._buffers.changes(
+                        self._changes, factor, weight=share.weight, samples=step.samples
+                    )
+                )
         if self._compression is None:
             self._flight.send(step, bucket.flat)
             return

@@ -83,25 +83,26 @@ def agreed_counts(
     *,
     of_round: int,
     steps: int,
-    samples: float,
+    samples: int,
+    weight: float,
     exchange: Exchange,
 ) -> dict[str, torch.Tensor]:
     """Returns the values that counters have on all ranks after a round.
 
     Usually, the changes that all ranks made to a counter in the round are added to the value that
     it had before. A counter of steps is different: every step of every rank changes it by the same
-    amount, so each step of the round is counted once. A counter whose change equals the number of
-    samples is not treated as a counter of steps.
+    amount, so each step of the round is counted once. A counter whose change equals, on every rank,
+    the number of samples or their weight is not treated as a counter of steps.
 
     Args:
         before, now: int64 counters by name, at the round's beginning and end.
         of_round: number of steps in the round.
         steps: number of steps of the round in which this rank had samples.
-        samples: number of these samples.
+        samples, weight: number and total weight of these samples.
         exchange: exchanges messages with the other ranks.
     """
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
-    own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
+    own = torch.cat([torch.tensor([steps, samples, round(weight)]), *moved])
     rows = torch.stack(
         [
             torch.frombuffer(bytearray(each), dtype=torch.int64)
@@ -111,16 +112,17 @@ def agreed_counts(
     rows = rows[rows[:, 0] > 0]
     if not len(rows):
         return dict(before)
-    taken, sampled = rows[:, :1], rows[:, 1:2]
+    taken, sampled = rows[:, :1], rows[:, 1:3].unsqueeze(2)
     counts: dict[str, torch.Tensor] = {}
     for (name, value), part in zip(
-        before.items(), rows[:, 2:].split([each.numel() for each in moved], dim=1), strict=True
+        before.items(), rows[:, 3:].split([each.numel() for each in moved], dim=1), strict=True
     ):
         alike = bool((part * taken[0] == part[0] * taken).all())
-        of_samples = (part == sampled) | (
-            (part.sum(1, keepdim=True) == sampled) & (part.shape[1] > 1)
-        )
-        is_steps = alike and not bool((of_samples & (sampled > taken)).any())
+        # [ranks, samples or their weight, elements]
+        together = part.sum(1)[:, None, None]
+        of_samples = (part.unsqueeze(1) == sampled) | ((together == sampled) & (part.shape[1] > 1))
+        several = (sampled > taken.unsqueeze(2)).any(0)
+        is_steps = alike and not bool((of_samples.all(0) & several).any())
         total = part[0] * of_round // taken[0] if is_steps else part.sum(0)
         counts[name] = value + total.view(value.shape).to(value.device)
     return counts
@@ -270,6 +272,8 @@ class Round:
         """Number of committed steps in the round; 0: all ranks have the same parameters."""
         self.weight = 0.0
         """Total weight of this rank's samples in the round's steps."""
+        self.samples = 0
+        """Number of this rank's samples in the round's steps."""
         self.sampled_steps = 0
         """Number of committed steps with samples on this rank."""
         self.counters: dict[str, torch.Tensor] = {}
@@ -308,12 +312,13 @@ class Round:
         ends_epoch = self._source is not None and self._source.ends_epoch
         return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
 
-    def step_committed(self, weight: float) -> None:
-        """Records a committed step that does not end the round. `weight`: weight of this rank's
-        samples in the step."""
+    def step_committed(self, weight: float, samples: int) -> None:
+        """Records a committed step that does not end the round. `weight`, `samples`: weight and
+        number of this rank's samples in the step."""
         self.steps += 1
         self.sampled_steps += weight > 0
         self.weight += weight
+        self.samples += samples
 
 
 class OuterMomentum:

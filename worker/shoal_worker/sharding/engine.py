@@ -427,6 +427,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._gradients.hand_out(commit_payload.divisor, commit_payload.present)
         for unit in held.trained:
             unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
+        # A rank without micro-batches has a part of the sum too, which `zero_grad` must discard.
+        self._whereabouts.pending |= any(commit_payload.present)
 
     @override
     def issued(self) -> bytes:
@@ -509,7 +511,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             if not self._is_lost():
                 self._step_buffers.micro_batch_ends()
             self._weights += weight
-            changes = self._step_buffers.changes(_WIDE, weight, weight)
+            step = self._session.step
+            changes = self._step_buffers.changes(
+                _WIDE, weight, weight=weight, samples=step.samples if step is not None else 0
+            )
             self._changes = changes if self._changes is None else self._changes + changes
         else:
             self._step_buffers.leave_out(_WIDE)
@@ -596,7 +601,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if not share.weight > 0:
             self._step_buffers.leave_out(_WIDE)
             return torch.zeros(self._step_buffers.size, dtype=torch.float64)
-        return self._step_buffers.changes(_WIDE, share.weight, share.weight)
+        return self._step_buffers.changes(
+            _WIDE, share.weight, weight=share.weight, samples=step.samples
+        )
 
     @property
     def _has_gradients(self) -> bool:

@@ -267,6 +267,7 @@ class ShardedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as `optimizer.zero_grad()` does. Must be called on every rank."""
+        self.engine.check_zero_grad(set_to_none=set_to_none)
         self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
 
     def get_gradients(self) -> dict[str, torch.Tensor]:

@@ -242,7 +242,13 @@ class ShardedOptimizer(ForwardingOptimizer):
         self.optimizer.state = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as torch's `zero_grad` does."""
+        """Clears the gradients, as torch's `zero_grad` does.
+
+        Raises:
+            ConfigurationError: `set_to_none` is False, but the strategy does not keep gradients of
+                zero.
+        """
+        self._engine.check_zero_grad(set_to_none=set_to_none)
         self._engine.zero_grad(lambda: self.optimizer.zero_grad(set_to_none=set_to_none))
 
     @property

@@ -168,13 +168,20 @@ class LoaderSession(Protocol):
         ...
 
     def begin_micro_batch(
-        self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
+        self,
+        *,
+        index: int,
+        weight: float,
+        samples: int,
+        key: Sequence[int],
+        weigh: WeighRows | None,
     ) -> None:
         """Notifies the session that micro-batch `index` is about to be handed out. The index counts
-        from 0 over the entire global batch. `key`: seed, epoch, step and micro-batch, from which
-        the global random generators are seeded. `weigh`: computes the weights of parts of the
-        micro-batch, for strategies that split it; None: all samples have the same weight. In a step
-        without micro-batches, called once, with the rank as index."""
+        from 0 over the entire global batch. `samples`: number of samples in the micro-batch, which
+        may differ from its weight. `key`: seed, epoch, step and micro-batch, from which the global
+        random generators are seeded. `weigh`: computes the weights of parts of the micro-batch, for
+        strategies that split it; None: all samples have the same weight. In a step without
+        micro-batches, called once, with the rank as index."""
         ...
 
     def end_micro_batch(self) -> None:

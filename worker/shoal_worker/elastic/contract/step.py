@@ -233,6 +233,9 @@ class Step:
     """True if a joiner's script finished its replay by receiving the first batch of this step."""
     micro_batch: float | None = None
     """Weight of the current micro-batch."""
+    samples: int = 0
+    """Number of samples in the current or last micro-batch; 0: unknown, because the samples do not
+    come from a Shoal loader."""
     micro_batch_index: int | None = None
     """Index of the current micro-batch in the global batch, from 0; for a plain batch, the rank."""
     weigh: WeighRows | None = None

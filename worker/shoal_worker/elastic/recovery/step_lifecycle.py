@@ -283,13 +283,20 @@ class StepLifecycle:
         self.require().offered = values
 
     def begin_micro_batch(
-        self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
+        self,
+        *,
+        index: int,
+        weight: float,
+        samples: int,
+        key: Sequence[int],
+        weigh: WeighRows | None,
     ) -> None:
         """Begins a micro-batch before it is handed out (`LoaderSession.begin_micro_batch`)."""
         step = self.require()
         step.handed_out = True
         step.taken += 1
         step.micro_batch, step.micro_batch_index, step.weigh = weight, index, weigh
+        step.samples = samples
         seed_generators(key)
         if step.in_micro_batches:
             self._held.engine.micro_batch_begins()

@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 _ROWS: Final = 5
 """Number of values that are sent for each change of a counter: the change, its remainder modulo a
-prime, the square of the remainder, whether the change equals the number of samples, and the change
-again without a weight."""
+prime, the square of the remainder, whether the change equals the number of samples or their weight,
+and the change again without a weight."""
 _MODULUS: Final = 4093
 """Prime modulo which changes are compared. Changes that differ by a multiple of it count as
 equal."""
@@ -262,10 +262,13 @@ class CommittedBuffers:
         if self._places:
             self._write(self._committed)
 
-    def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
+    def changes(
+        self, like: torch.Tensor, factor: float, *, weight: float, samples: int
+    ) -> torch.Tensor:
         """Returns the buffers' changes in this rank's passes, as a flat tensor of `size` numbers
         with the dtype and device of `like`. Their sum over passes and ranks is the input of
-        `apply`. `weight`, `samples`: total weight and number of samples of the passes.
+        `apply`. `factor`: factor of the changes in the sum. `weight`, `samples`: total weight and
+        number of samples of the passes; 0 samples: unknown.
 
         Raises:
             ConfigurationError: a buffer has a new shape, or a counter has changed by too much to be
@@ -278,7 +281,7 @@ class CommittedBuffers:
         counted = (now[1] - before[1]).to(like.dtype)
         self._check_exact(counted)
         rest = counted.remainder(_MODULUS)
-        of_samples = self._count_samples(counted, samples).to(like.dtype)
+        of_samples = self._count_samples(counted, samples) | self._count_samples(counted, weight)
         if self._steps_to_watch and samples > 1:
             self._multiples = (counted.abs() > samples) & (counted.remainder(samples) == 0)
         mean = (
@@ -288,18 +291,19 @@ class CommittedBuffers:
                     counted,
                     rest,
                     rest.square(),
-                    of_samples,
+                    of_samples.to(like.dtype),
                     like.new_ones(1),
                 ]
             )
-            * weight
+            * factor
         )
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
         """Returns one flag for each element of the counters: True if the element seems to count
-        samples, because its change equals the number of samples in the passes. All elements of a
-        buffer are marked if their changes add up to this number, as in a histogram."""
+        samples, because its change equals `samples`, their number or weight in the passes. All
+        elements of a buffer are marked if their changes add up to this number, as in a
+        histogram."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -348,8 +352,8 @@ class CommittedBuffers:
 
         Floating-point buffers change by the weighted mean. If all passes changed an element of an
         integer buffer by the same amount, as in a count of steps, the element changes by that
-        amount, unless the amount is each pass's number of samples. Other elements of integer
-        buffers change by the sum, as in a count of samples.
+        amount, unless the amount is each pass's number of samples, or their weight. Other elements
+        of integer buffers change by the sum, as in a count of samples.
 
         Raises:
             ConfigurationError: a buffer has a new shape.
@@ -369,7 +373,7 @@ class CommittedBuffers:
         moved = committed[0] + means[:floats] + _moved(now[0], taken[0].to(changes.dtype))
         # All ranks have computed the same values for infinite elements; `exact_digest` checks that.
         moved = torch.where(committed[0].isfinite(), moved, now[0])
-        alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
+        alike = (squares - rest.square() < _TOLERANCE) & (of_samples < 1 - _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
         steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
         if count and self._sums_to_watch:

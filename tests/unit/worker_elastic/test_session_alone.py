@@ -1,7 +1,7 @@
 """The session in a world of one: calls of the script around the loop do not disturb the steps in
 it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -188,33 +188,66 @@ def test_batch_of_weight_zero_may_contain_anything() -> None:
     assert all(t.isfinite().all() for t in model.full_state_dict().values())
 
 
-def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, int], Any]]:
-    """Runs a script with two loops inside a loop over epochs. After each step, yields its position
-    and the state of the run."""
+Batches = Iterator[tuple[shoal.ElasticDataLoader, Any] | None]
+"""The batches of a script with two loaders, each with its loader. None: the state is saved."""
+
+
+def in_turn(
+    first: shoal.ElasticDataLoader, second: shoal.ElasticDataLoader, epochs: Iterable[int]
+) -> Batches:
+    for _ in epochs:
+        for loader in (second, first, second):
+            for batch in loader:
+                yield loader, batch
+                yield None
+
+
+def nested(
+    first: shoal.ElasticDataLoader, second: shoal.ElasticDataLoader, epochs: Iterable[int]
+) -> Batches:
+    for _ in epochs:
+        for batch in first:
+            yield first, batch
+            for inner in second:
+                yield second, inner
+            yield None
+
+
+def run_two_loaders(
+    script: Callable[..., Batches], *, plain: bool, resumed_from: Any = None
+) -> Iterator[tuple[tuple[str, int, int] | None, Any]]:
+    """Runs a script with two loaders. Yields the position of each step, and the state of the run
+    where it is saved. `plain`: the script counts its epochs itself."""
     set_session(None)
     model, optimizer, second = start(name="second")
     first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
     session = current_session()
     if resumed_from is not None:
         session.replace_state(LocalChannel(), resumed_from)
-    for _ in first.epochs(3):
-        for loader in (second, first, second):
-            for x, y in loader:
-                place = (loader.name, loader.epoch, loader.step)
-                nn.functional.cross_entropy(model(x), y).backward()
-                assert optimizer.step()
-                optimizer.zero_grad()
-                yield place, Snapshot.take(session.assemble(LocalChannel())).state()
+    for taken in script(first, second, range(2) if plain else first.epochs(2)):
+        if taken is None:
+            yield None, Snapshot.take(session.assemble(LocalChannel())).state()
+            continue
+        loader, (x, y) = taken
+        place = (loader.name, loader.epoch, loader.step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+        yield place, None
 
 
-def test_run_with_two_loaders_resumes_from_any_step() -> None:
-    whole = list(run_two_loaders())
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("script", "steps"), [(in_turn, 3 + 2 + 3), (nested, 2 * (1 + 3))])
+def test_run_with_two_loaders_resumes_from_any_state_that_it_saves(
+    script: Callable[..., Batches], steps: int, plain: bool
+) -> None:
+    whole = list(run_two_loaders(script, plain=plain))
     places = [place for place, _ in whole]
-    assert len(places) == 3 * (3 + 2 + 3)
-    for number, (_, state) in enumerate(whole, start=1):
-        assert [place for place, _ in run_two_loaders(state)] == places[number:], (
-            f"after step {number}"
-        )
+    assert len(places) - places.count(None) == 2 * steps
+    for number, (place, state) in enumerate(whole, start=1):
+        if place is None:
+            resumed = run_two_loaders(script, plain=plain, resumed_from=state)
+            assert [place for place, _ in resumed] == places[number:], f"after step {number}"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

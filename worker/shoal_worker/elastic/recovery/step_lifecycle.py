@@ -252,6 +252,8 @@ class StepLifecycle:
             step.first_live = True
             self._held.phase.arrive()
             self._held.arrived(step.source)
+        else:
+            self._held.reached(step.source)
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """Sums numbers across all ranks (`LoaderSession.sum_numbers`)."""

@@ -111,6 +111,8 @@ class CommittedState:
         of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
+        self._resumes = False
+        """True if a state has been loaded and the script has not reached it yet."""
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -341,10 +343,17 @@ class CommittedState:
             return 0
         return known or until if self.engine.asynchronous else self.steps + until
 
+    def reached(self, at: StepSource | None) -> None:
+        """Records that the script begins a step. The first step after a resume is at the position
+        of the loaded state."""
+        if self._resumes:
+            self.arrived(at)
+
     def arrived(self, at: StepSource | None) -> None:
-        """Records that a joiner has reached its peers' position. `at`: loader of the step at that
-        position. Sets the iteration counts of all other loaders to the counts in the last loaded
-        state."""
+        """Records that a joiner has reached its peers' position, or a resumed script that of the
+        loaded state. `at`: loader of the step at that position. Sets the iteration counts of all
+        other loaders to the counts in the last loaded state."""
+        self._resumes = False
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -387,6 +396,7 @@ class CommittedState:
             self.registered.restore(captured["registered"])
             self._restore_rest(captured, undo)
             undo.pop_all()
+        self._resumes = True
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         """Restores everything except the registered objects. The replica (model and optimizer) is
@@ -488,7 +498,7 @@ class CommittedState:
         then repeats it."""
         loops = self._loops_to_enter
         yield
-        self._loops_to_enter = loops
+        self._loops_to_enter, self._resumes = loops, False
         self.registered.step_aborted()
         self.registered.keep_for_redo()
         self.phase.go_back()

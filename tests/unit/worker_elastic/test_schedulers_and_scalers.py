@@ -2,6 +2,7 @@
 for its object to be registered."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,15 +84,22 @@ def test_changes_of_a_lost_step_to_modules_and_containers_are_undone() -> None:
     assert meters["seen"] == 0
 
 
-def test_loaders_are_not_restored_within_an_iteration() -> None:
-    class Loader(torch.utils.data.DataLoader[int]):
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(torch.utils.data.DataLoader, (range(2),)), (torch.utils.data.IterableDataset, ())],
+)
+def test_loaders_are_not_restored_within_an_iteration(kind: Any, arguments: Any) -> None:
+    class Loader(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
         def state_dict(self) -> dict[str, int]:
             return {}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise AssertionError(state)
 
-    registered, loader = RegisteredState(), Loader(range(2))  # type: ignore[arg-type]
+    registered, loader = RegisteredState(), Loader(*arguments)
     registered.register("loader", loader, copied=True)
     registered.step_begins()
     registered.step_taken(may_be_lost=True)

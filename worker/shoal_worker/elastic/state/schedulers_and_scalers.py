@@ -51,6 +51,7 @@ import xxhash
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import IterableDataset
 
 from shoal_worker.state.tree import flatten
 from shoal_worker.torch_internals import has_unscaled, scales
@@ -867,8 +868,9 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 def _is_loader(value: Any) -> bool:
     """Returns whether `value` yields samples. Modules (`nn.Sequential`, a collection of metrics) and
-    containers can be iterated over too, but loaders cannot be indexed."""
-    return (
+    containers can be iterated over too, but loaders cannot be indexed. torch's `IterableDataset`
+    inherits a `__getitem__` that raises."""
+    return isinstance(value, IterableDataset) or (
         isinstance(value, Iterable)
         and not isinstance(value, torch.nn.Module)
         and not hasattr(value, "__getitem__")

@@ -250,6 +250,48 @@ def test_run_with_two_loaders_resumes_from_any_state_that_it_saves(
             assert [place for place, _ in resumed] == places[number:], f"after step {number}"
 
 
+@pytest.mark.parametrize(
+    ("second_step", "lost", "refused"),
+    [("always", 2, True), ("if committed", 2, False), ("left", 1, True)],
+)
+def test_another_loaders_step_in_place_of_an_aborted_one_is_refused(
+    second_step: str, lost: int, refused: bool
+) -> None:
+    """Otherwise, the fault would change the order of the run's steps."""
+    model, optimizer, second = start(name="second")
+    first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
+    others, taken, aborted = iter(second), list[str](), list[str]()
+
+    def take(loader: shoal.ElasticDataLoader, x: torch.Tensor, y: torch.Tensor) -> bool:
+        loss = nn.functional.cross_entropy(model(x), y)
+        if len(taken) == lost and not aborted:
+            aborted.append(loader.name)
+            current_session().lifecycle.abort_step("a rank was lost")
+        loss.backward()
+        committed = bool(optimizer.step())
+        optimizer.zero_grad()
+        taken.extend([loader.name] * committed)
+        return committed
+
+    def script() -> None:
+        for x, y in first:
+            if not take(first, x, y) and second_step == "if committed":
+                continue
+            for other in second if second_step == "left" else others:
+                take(second, *other)
+                break
+
+    if refused:
+        with pytest.raises(PreconditionError, match="was aborted because of") as refusal:
+            script()
+        assert refusal.value.reason == "STEP_NOT_FINISHED"
+        assert taken == ["first", "second"][:lost]
+    else:
+        script()
+        assert taken == ["first", "second"] * 2
+    assert aborted == [["first", "second"][lost % 2]]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(

@@ -536,6 +536,7 @@ class StepLifecycle:
         self._check_sound()
         engine.reinstate_updates()
         step.check_complete()
+        self._held.check_repeated(step)
         self.end_micro_batch()
         reduce_and_commit(self, engine, step)
         if step.lost is not None:
@@ -750,7 +751,7 @@ class StepLifecycle:
         self._abort()
         reached = held.steps
         held.go_back()
-        held.lost()
+        held.lost(step)
         if self._peers_have_ended(reached) and not held.engine.asynchronous:
             self._stop = None
             raise self._apart_from_the_end(reached)

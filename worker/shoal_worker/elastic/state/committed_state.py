@@ -23,7 +23,12 @@ from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName
-from shoal_worker.elastic.contract.step import CollectiveTrace, ScriptPosition, Step
+from shoal_worker.elastic.contract.step import (
+    CollectiveTrace,
+    ScriptPosition,
+    Step,
+    not_repeated,
+)
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.state.early_stop import EarlyStop
@@ -111,6 +116,8 @@ class CommittedState:
         of the other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
+        self._to_repeat = ""
+        """Name of the loader whose step was aborted; empty if the last step was committed."""
         self._resumes = False
         """True if a state has been loaded and the script has not reached it yet."""
 
@@ -224,15 +231,24 @@ class CommittedState:
         outcomes and samples."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
-        self.last_state = None
+        self.last_state, self._to_repeat = None, ""
         self._own_loop_began = self._own_loop_began or step.source is None
         self.samples += step.source.step_samples if step.source is not None else 0
         self.outcomes += 1
 
-    def lost(self) -> None:
-        """Records that the current step was aborted."""
+    def lost(self, step: Step) -> None:
+        """Records that `step` was aborted."""
         self.step = None
         self.outcomes += 1
+        if step.source is not None and not self.engine.asynchronous:
+            self._to_repeat = step.source.name
+
+    def check_repeated(self, step: Step) -> None:
+        """Raises PreconditionError if `step` is a step of one loader although the script must first
+        repeat an aborted step of another loader."""
+        lost, taken = self._to_repeat, step.source
+        if lost in self._sources and taken is not None and taken.name != lost:
+            raise not_repeated(lost, taken.name)
 
     def commit_payload(self) -> bytes:
         """Returns the result of the last committed step's commit all-reduce, for a rank that missed

@@ -867,9 +867,9 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _is_loader(value: Any) -> bool:
-    """Returns whether `value` yields samples. Modules (`nn.Sequential`, a collection of metrics) and
-    containers can be iterated over too, but loaders cannot be indexed. torch's `IterableDataset`
-    inherits a `__getitem__` that raises."""
+    """Returns whether `value` yields samples. Modules (`nn.Sequential`, a collection of metrics)
+    and containers can be iterated over too, but loaders cannot be indexed. torch's
+    `IterableDataset` inherits a `__getitem__` that raises."""
     return isinstance(value, IterableDataset) or (
         isinstance(value, Iterable)
         and not isinstance(value, torch.nn.Module)

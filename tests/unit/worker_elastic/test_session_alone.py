@@ -1,6 +1,8 @@
 """The session in a world of one: calls of the script around the loop do not disturb the steps in
 it."""
 
+import functools
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -290,6 +292,32 @@ def test_another_loaders_step_in_place_of_an_aborted_one_is_refused(
         script()
         assert taken == ["first", "second"] * 2
     assert aborted == [["first", "second"][lost % 2]]
+
+
+def draws(*, lost: int | None) -> list[float]:
+    """Trains with an amount of noise that the loop draws for each step. Returns these numbers.
+    `lost`: number of steps after which one is aborted."""
+    model, optimizer, loader = start(micro_batch_size=4)
+    drawn = list[float]()
+    for step in loader.steps():
+        noise = random.random()
+        for x, y in step:
+            nn.functional.cross_entropy(model(x + noise), y).backward()
+        if len(drawn) == lost:
+            lost = None
+            current_session().lifecycle.abort_step("a rank was lost")
+        if optimizer.step():
+            drawn.append(noise)
+        optimizer.zero_grad()
+    return drawn
+
+
+def test_numbers_drawn_for_a_step_depend_neither_on_ranks_nor_on_aborted_steps() -> None:
+    wanted = draws(lost=None)
+    set_session(None)
+    assert draws(lost=1) == wanted
+    assert shoal.launch(functools.partial(draws, lost=0), world_size=3) == [wanted] * 3
+    assert len(set(wanted)) == 3
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

@@ -406,13 +406,18 @@ def register_state(**objects: Any) -> RunValues:
         ...
         run.best = max(run.best, accuracy)
 
+    A list, dictionary, set, array or tensor is loaded in place until the script assigns a new
+    value, so the script may also change it under the name that it had before.
+
     After an aborted step, each object is restored to the state that it had when the script received
     that step's batch. All changes that the script makes before it receives the batch again are
     undone. In a loop without a Shoal loader, each object is restored to the state that it had at
     the beginning of the step, and changes after `optimizer.step()` are kept. For this purpose,
     Shoal calls `state_dict()` in every step of a job. Objects with more than 64 MiB of tensors, or
-    256 KiB of other values, are not restored, and a warning is logged. The `step` of registered
-    schedulers and the `update` of registered gradient scalers do nothing after an aborted step.
+    256 KiB of other values, are not restored, and a warning is logged. Nor are loaders: iterable
+    datasets, and objects other than modules that can be iterated over but not indexed. The `step`
+    of registered schedulers and the `update` of registered gradient scalers do nothing after an
+    aborted step.
 
     Returns:
         The plain values; empty if none were given.

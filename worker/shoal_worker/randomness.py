@@ -1,9 +1,10 @@
 """Random numbers that do not depend on the number of ranks.
 
 Each batch and micro-batch has a key: (seed, epoch, step, index). The global generators of torch,
-NumPy and Python are seeded from it before the batch is handed out. A repeated step therefore draws
-the same numbers on any rank, and no generator state has to be restored. (EasyScale, OSDI 2022,
-section 3: "EasyScaleThread".)
+NumPy and Python are seeded from it before the batch is handed out, and from (seed, epoch, step)
+when a step of `loader.steps()` is handed out. A repeated step therefore draws the same numbers on
+any rank, and no generator state has to be restored. (EasyScale, OSDI 2022, section 3:
+"EasyScaleThread".)
 
 Generators that the script creates are not seeded or restored, unless the script registers them. In
 a loop without a Shoal loader, there are no keys, and the global generators are not seeded either.

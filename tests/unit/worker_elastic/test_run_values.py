@@ -3,8 +3,10 @@ run's state."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import shoal
 import torch
@@ -50,6 +52,50 @@ def test_lost_step_restores_values() -> None:
         else:
             registered.step_committed()
     assert (run.seen, run.history) == (24, [12, 24])
+
+
+def test_values_are_loaded_into_the_objects_that_the_script_registered() -> None:
+    peers, run = registered_with(
+        history=[1], average={"w": torch.ones(2)}, seen={3}, total=torch.ones(2), counts=np.ones(2)
+    )
+    run.counts[0] = 5
+    history, average, seen = [], {"w": torch.zeros(2), "old": 0}, {4}
+    total, counts = torch.zeros(2), np.zeros(2)
+    early, joined = registered_with(
+        history=history, average=average, seen=seen, total=total, counts=counts
+    )
+    early.restore(copy.deepcopy(peers.capture()))
+    assert (history, seen, total.tolist(), counts.tolist()) == ([1], {3}, [1, 1], [5, 1])
+    assert (list(average), average["w"].tolist()) == (["w"], [1, 1])
+    assert joined.history is history
+    assert joined.total is total
+
+
+def test_values_that_share_an_object_are_loaded_apart() -> None:
+    registered, run = registered_with(best=[], last=[])
+    run.last.append(1)
+    registered.step_begins()
+    registered.step_taken(may_be_lost=True)
+    run.best = run.last
+    registered.step_aborted()
+    assert (run.best, run.last) == ([], [1])
+
+
+@pytest.mark.parametrize(
+    ("own", "loaded"),
+    [
+        (torch.zeros(2), torch.ones(3)),
+        (torch.zeros(1).expand(2), torch.ones(2)),
+        (np.broadcast_to(np.zeros(1), (2,)), np.ones(2)),
+        ([1], (1, 2)),
+        (None, [1]),
+    ],
+)
+def test_a_value_that_cannot_be_written_is_replaced(own: Any, loaded: Any) -> None:
+    peers, _ = registered_with(value=loaded)
+    early, joined = registered_with(value=own)
+    early.restore(peers.capture())
+    assert joined.value is loaded
 
 
 def test_unregistered_name_is_refused() -> None:

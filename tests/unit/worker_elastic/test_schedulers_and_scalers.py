@@ -2,6 +2,7 @@
 for its object to be registered."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +57,53 @@ def test_changes_of_a_lost_step_to_a_registered_object_are_undone() -> None:
             registered.step_committed()
         seen.samples += 10  # after optimizer.step(), as in every iteration of the loop
     assert seen.samples.item() == 22
+
+
+class Meters(dict[str, int]):
+    """Metrics by name."""
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.update(state)
+
+
+def test_changes_of_a_lost_step_to_modules_and_containers_are_undone() -> None:
+    """They can be iterated over, as loaders can."""
+    registered, teacher = RegisteredState(), torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+    meters = Meters(seen=0)
+    registered.register("teacher", teacher, copied=True)
+    registered.register("meters", meters, copied=True)
+    registered.step_begins()
+    registered.step_taken(may_be_lost=True)
+    teacher(torch.ones(2, 1))
+    meters["seen"] += 2
+    registered.step_aborted()
+    assert teacher.state_dict()["0.num_batches_tracked"].item() == 0
+    assert meters["seen"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(torch.utils.data.DataLoader, (range(2),)), (torch.utils.data.IterableDataset, ())],
+)
+def test_loaders_are_not_restored_within_an_iteration(kind: Any, arguments: Any) -> None:
+    class Loader(kind):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise AssertionError(state)
+
+    registered, loader = RegisteredState(), Loader(*arguments)
+    registered.register("loader", loader, copied=True)
+    registered.step_begins()
+    registered.step_taken(may_be_lost=True)
+    registered.step_aborted()
 
 
 def test_peers_and_checkpoints_receive_a_registered_object_as_before_the_lost_step() -> None:

@@ -1,7 +1,9 @@
 """The session in a world of one: calls of the script around the loop do not disturb the steps in
 it."""
 
-from collections.abc import Iterator, Sequence
+import functools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -188,33 +190,134 @@ def test_batch_of_weight_zero_may_contain_anything() -> None:
     assert all(t.isfinite().all() for t in model.full_state_dict().values())
 
 
-def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, int], Any]]:
-    """Runs a script with two loops inside a loop over epochs. After each step, yields its position
-    and the state of the run."""
+Batches = Iterator[tuple[shoal.ElasticDataLoader, Any] | None]
+"""The batches of a script with two loaders, each with its loader. None: the state is saved."""
+
+
+def in_turn(
+    first: shoal.ElasticDataLoader, second: shoal.ElasticDataLoader, epochs: Iterable[int]
+) -> Batches:
+    for _ in epochs:
+        for loader in (second, first, second):
+            for batch in loader:
+                yield loader, batch
+                yield None
+
+
+def nested(
+    first: shoal.ElasticDataLoader, second: shoal.ElasticDataLoader, epochs: Iterable[int]
+) -> Batches:
+    for _ in epochs:
+        for batch in first:
+            yield first, batch
+            for inner in second:
+                yield second, inner
+            yield None
+
+
+def run_two_loaders(
+    script: Callable[..., Batches], *, plain: bool, resumed_from: Any = None
+) -> Iterator[tuple[tuple[str, int, int] | None, Any]]:
+    """Runs a script with two loaders. Yields the position of each step, and the state of the run
+    where it is saved. `plain`: the script counts its epochs itself."""
     set_session(None)
     model, optimizer, second = start(name="second")
     first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
     session = current_session()
     if resumed_from is not None:
         session.replace_state(LocalChannel(), resumed_from)
-    for _ in first.epochs(3):
-        for loader in (second, first, second):
-            for x, y in loader:
-                place = (loader.name, loader.epoch, loader.step)
-                nn.functional.cross_entropy(model(x), y).backward()
-                assert optimizer.step()
-                optimizer.zero_grad()
-                yield place, Snapshot.take(session.assemble(LocalChannel())).state()
+    for taken in script(first, second, range(2) if plain else first.epochs(2)):
+        if taken is None:
+            yield None, Snapshot.take(session.assemble(LocalChannel())).state()
+            continue
+        loader, (x, y) = taken
+        place = (loader.name, loader.epoch, loader.step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        assert optimizer.step()
+        optimizer.zero_grad()
+        yield place, None
 
 
-def test_run_with_two_loaders_resumes_from_any_step() -> None:
-    whole = list(run_two_loaders())
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("script", "steps"), [(in_turn, 3 + 2 + 3), (nested, 2 * (1 + 3))])
+def test_run_with_two_loaders_resumes_from_any_state_that_it_saves(
+    script: Callable[..., Batches], steps: int, plain: bool
+) -> None:
+    whole = list(run_two_loaders(script, plain=plain))
     places = [place for place, _ in whole]
-    assert len(places) == 3 * (3 + 2 + 3)
-    for number, (_, state) in enumerate(whole, start=1):
-        assert [place for place, _ in run_two_loaders(state)] == places[number:], (
-            f"after step {number}"
-        )
+    assert len(places) - places.count(None) == 2 * steps
+    for number, (place, state) in enumerate(whole, start=1):
+        if place is None:
+            resumed = run_two_loaders(script, plain=plain, resumed_from=state)
+            assert [place for place, _ in resumed] == places[number:], f"after step {number}"
+
+
+@pytest.mark.parametrize(
+    ("second_step", "lost", "refused"),
+    [("always", 2, True), ("if committed", 2, False), ("left", 1, True)],
+)
+def test_another_loaders_step_in_place_of_an_aborted_one_is_refused(
+    second_step: str, lost: int, refused: bool
+) -> None:
+    """Otherwise, the fault would change the order of the run's steps."""
+    model, optimizer, second = start(name="second")
+    first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
+    others, taken, aborted = iter(second), list[str](), list[str]()
+
+    def take(loader: shoal.ElasticDataLoader, x: torch.Tensor, y: torch.Tensor) -> bool:
+        loss = nn.functional.cross_entropy(model(x), y)
+        if len(taken) == lost and not aborted:
+            aborted.append(loader.name)
+            current_session().lifecycle.abort_step("a rank was lost")
+        loss.backward()
+        committed = bool(optimizer.step())
+        optimizer.zero_grad()
+        taken.extend([loader.name] * committed)
+        return committed
+
+    def script() -> None:
+        for x, y in first:
+            if not take(first, x, y) and second_step == "if committed":
+                continue
+            for other in second if second_step == "left" else others:
+                take(second, *other)
+                break
+
+    if refused:
+        with pytest.raises(PreconditionError, match="was aborted because of") as refusal:
+            script()
+        assert refusal.value.reason == "STEP_NOT_FINISHED"
+        assert taken == ["first", "second"][:lost]
+    else:
+        script()
+        assert taken == ["first", "second"] * 2
+    assert aborted == [["first", "second"][lost % 2]]
+
+
+def draws(*, lost: int | None) -> list[float]:
+    """Trains with an amount of noise that the loop draws for each step. Returns these numbers.
+    `lost`: number of steps after which one is aborted."""
+    model, optimizer, loader = start(micro_batch_size=4)
+    drawn = list[float]()
+    for step in loader.steps():
+        noise = random.random()
+        for x, y in step:
+            nn.functional.cross_entropy(model(x + noise), y).backward()
+        if len(drawn) == lost:
+            lost = None
+            current_session().lifecycle.abort_step("a rank was lost")
+        if optimizer.step():
+            drawn.append(noise)
+        optimizer.zero_grad()
+    return drawn
+
+
+def test_numbers_drawn_for_a_step_depend_neither_on_ranks_nor_on_aborted_steps() -> None:
+    wanted = draws(lost=None)
+    set_session(None)
+    assert draws(lost=1) == wanted
+    assert shoal.launch(functools.partial(draws, lost=0), world_size=3) == [wanted] * 3
+    assert len(set(wanted)) == 3
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

@@ -235,6 +235,18 @@ def test_process_without_a_job_is_a_world_of_one():
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("fresh_session")
+def test_torchs_dataloader_does_not_count_as_a_query_of_the_script():
+    group = shoal.process_group()
+    try:
+        assert list(torch.utils.data.DataLoader(range(4), batch_size=4))
+        assert group._asked is None
+        dist.get_world_size()
+        assert group._asked == (0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_scripts_own_default_group_is_refused():
     def rank():
         _begin()

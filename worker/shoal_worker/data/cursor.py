@@ -254,7 +254,9 @@ class LoaderProgress:
 
     def take(self, checked: tuple[Cursor, int]) -> None:
         """Moves to a position returned by `checked`."""
-        self.cursor, self._loaded_next_epoch = checked
+        self.cursor, next_epoch = checked
+        # a state from the last step of an iteration does not count that iteration as finished
+        self._loaded_next_epoch = max(next_epoch, self.cursor.epoch)
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:
         arguments = self._orders.arguments

@@ -43,6 +43,7 @@ from shoal_worker.elastic.contract.loader_interface import (
     WeighRows,
 )
 from shoal_worker.elastic.session.worker_process import current_loader_session
+from shoal_worker.randomness import seed_generators
 from shoal_worker.torch_internals import pytree
 
 # ------------------------------------------------------------- passing a step's batches to the loop
@@ -130,6 +131,7 @@ class Delivery:
         weight_fn: Callable[[Any], float] | None,
         record: SampleRecord | None,
         balance: Balance,
+        seed: int,
     ) -> None:
         self.failed = False
         """True if creating a batch failed. Reset at the start of an iteration."""
@@ -144,12 +146,14 @@ class Delivery:
         self._weight_fn = weight_fn
         self._record = record
         self._balance = balance
+        self._seed = seed
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
         """Returns the step for the user's loop. With micro-batches, also reports this rank's share
         of the step (such as its number of micro-batches) to the session. Without micro-batches, the
         share is reported when the batch is created, because its weight may be computed from the
-        batch."""
+        batch. Seeds the random generators, because the loop may draw before it requests the first
+        of the step's batches."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -164,6 +168,7 @@ class Delivery:
                 )
             )
             self._balance.offer(dealt, session)
+        seed_generators((self._seed, dealt.epoch, dealt.number))
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:

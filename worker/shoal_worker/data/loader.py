@@ -161,8 +161,8 @@ class ElasticDataLoader:
             batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
                 and `global_batch_size` is required.
             seed: seed of the order, and of the global random generators of torch, NumPy and Python.
-                They are seeded again for each batch, so that datasets, models and the loop may draw
-                from them. Must be the same on every rank.
+                They are seeded again for each batch and step, so that datasets, models and the loop
+                may draw from them. Must be the same on every rank.
             shuffle: True to use a new order in each epoch instead of the dataset's order. None:
                 False for a stream, which has its own order, and True for other datasets. For a
                 `ShardedStream`, True shuffles the shards. No effect with `sampler` or
@@ -313,6 +313,7 @@ class ElasticDataLoader:
             weight_fn=weight_fn,
             record=self._record,
             balance=self._balance,
+            seed=seed,
         )
         self._introduction = Introduction(name or ("" if train else "evaluation"))
         self._iterations = Iterations(

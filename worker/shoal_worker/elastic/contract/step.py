@@ -448,3 +448,16 @@ def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
             "train=False"
         )
     return PreconditionError(text, reason="STEP_NOT_FINISHED")
+
+
+def not_repeated(lost: str, taken: str) -> PreconditionError:
+    """Returns the error for a script that continues with a step of loader `taken` after a step of
+    loader `lost` was aborted. If it were committed, the run would take its steps in another order
+    than without the fault."""
+    return PreconditionError(
+        f"a step of loader {lost!r} was aborted because of a fault and must be repeated, but the "
+        f"script continued with a step of loader {taken!r}. Take the next step of another loader "
+        "only if optimizer.step() returned a true value: in a loop over the batches, `if not "
+        "optimizer.step(): continue`. To continue this run, resume from a checkpoint",
+        reason="STEP_NOT_FINISHED",
+    )

@@ -255,6 +255,8 @@ class StepLifecycle:
             step.first_live = True
             self._held.phase.arrive()
             self._held.arrived(step.source)
+        else:
+            self._held.reached(step.source)
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
         """Sums numbers across all ranks (`LoaderSession.sum_numbers`)."""
@@ -544,6 +546,7 @@ class StepLifecycle:
         self._check_sound()
         engine.reinstate_updates()
         step.check_complete()
+        self._held.check_repeated(step)
         self.end_micro_batch()
         reduce_and_commit(self, engine, step)
         if step.lost is not None:
@@ -760,7 +763,7 @@ class StepLifecycle:
         self._abort()
         reached = held.steps
         held.go_back()
-        held.lost()
+        held.lost(step)
         if self._peers_have_ended(reached) and not held.engine.asynchronous:
             self._stop = None
             raise self._apart_from_the_end(reached)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from torch.distributed import Work
+from torch.utils.data import DataLoader
 
 from shoal_worker.backends.collective import (
     Collective,
@@ -113,7 +114,7 @@ class SurvivingGroup(PythonGroup):
 
     def _script_place(self) -> tuple[int, int]:
         place = self.place
-        if self._asked is None:
+        if self._asked is None and not _is_dataloader(sys._getframe(2)):
             self._asked = place
         return place
 
@@ -276,6 +277,14 @@ def _is_torch(caller: FrameType | None) -> bool:
     return caller is not None and str(caller.f_globals.get("__name__")).startswith(
         "torch.distributed"
     )
+
+
+def _is_dataloader(caller: FrameType | None) -> bool:
+    """Returns whether the caller is torch's DataLoader, directly or through `torch.distributed`. It
+    asks for the rank whenever an iteration begins, and uses it only for data pipes."""
+    while caller is not None and caller.f_globals.get("__name__") == dist.get_rank.__module__:
+        caller = caller.f_back
+    return caller is not None and caller.f_globals.get("__name__") == DataLoader.__module__
 
 
 class CompletedWork(Work):

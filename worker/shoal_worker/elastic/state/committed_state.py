@@ -23,7 +23,12 @@ from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName
-from shoal_worker.elastic.contract.step import CollectiveTrace, ScriptPosition, Step
+from shoal_worker.elastic.contract.step import (
+    CollectiveTrace,
+    ScriptPosition,
+    Step,
+    not_repeated,
+)
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.state.early_stop import EarlyStop
@@ -114,6 +119,10 @@ class CommittedState:
         """Loader -> call of `epochs()` in the loaded state, until the script makes the same call or
         another call hands out an epoch."""
         self._kept: _Kept | None = None
+        self._to_repeat = ""
+        """Name of the loader whose step was aborted; empty if the last step was committed."""
+        self._resumes = False
+        """True if a state has been loaded and the script has not reached it yet."""
 
     # ---------------------------------------------------------------------------------------- parts
 
@@ -225,15 +234,24 @@ class CommittedState:
         outcomes and samples."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
-        self.last_state = None
+        self.last_state, self._to_repeat = None, ""
         self._own_loop_began = self._own_loop_began or step.source is None
         self.samples += step.source.step_samples if step.source is not None else 0
         self.outcomes += 1
 
-    def lost(self) -> None:
-        """Records that the current step was aborted."""
+    def lost(self, step: Step) -> None:
+        """Records that `step` was aborted."""
         self.step = None
         self.outcomes += 1
+        if step.source is not None and not self.engine.asynchronous:
+            self._to_repeat = step.source.name
+
+    def check_repeated(self, step: Step) -> None:
+        """Raises PreconditionError if `step` is a step of one loader although the script must first
+        repeat an aborted step of another loader."""
+        lost, taken = self._to_repeat, step.source
+        if lost in self._sources and taken is not None and taken.name != lost:
+            raise not_repeated(lost, taken.name)
 
     def commit_payload(self) -> bytes:
         """Returns the result of the last committed step's commit all-reduce, for a rank that missed
@@ -361,10 +379,17 @@ class CommittedState:
             return 0
         return known or until if self.engine.asynchronous else self.steps + until
 
+    def reached(self, at: StepSource | None) -> None:
+        """Records that the script begins a step. The first step after a resume is at the position
+        of the loaded state."""
+        if self._resumes:
+            self.arrived(at)
+
     def arrived(self, at: StepSource | None) -> None:
-        """Records that a joiner has reached its peers' position. `at`: loader of the step at that
-        position. Sets the iteration counts of all other loaders to the counts in the last loaded
-        state."""
+        """Records that a joiner has reached its peers' position, or a resumed script that of the
+        loaded state. `at`: loader of the step at that position. Sets the iteration counts of all
+        other loaders to the counts in the last loaded state."""
+        self._resumes = False
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -407,6 +432,7 @@ class CommittedState:
             self.registered.restore(captured["registered"])
             self._restore_rest(captured, undo)
             undo.pop_all()
+        self._resumes = True
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
         """Restores everything except the registered objects. The replica (model and optimizer) is
@@ -508,7 +534,7 @@ class CommittedState:
         then repeats it."""
         loops = self._loops_to_enter
         yield
-        self._loops_to_enter = loops
+        self._loops_to_enter, self._resumes = loops, False
         self.registered.step_aborted()
         self.registered.keep_for_redo()
         self.phase.go_back()

@@ -34,14 +34,20 @@ class RunValue:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self._given = value
+        """The object that the script registered, for which it may have another name."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the value in a dict, for `load_state_dict`."""
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the value received from a peer or read from a checkpoint."""
-        self.value = state_dict["value"]
+        """Loads the value received from a peer or read from a checkpoint: in place if the value is
+        still the object that the script registered. Another object may also be part of other
+        values, so it is replaced."""
+        loaded = state_dict["value"]
+        if self.value is not self._given or not _written(self.value, loaded):
+            self.value = loaded
 
 
 class RunValues:
@@ -81,3 +87,32 @@ def values_in(objects: Mapping[str, object]) -> dict[str, RunValue]:
         for name, one in objects.items()
         if isinstance(one, _PLAIN) and not hasattr(one, "load_state_dict")
     }
+
+
+def _written(own: Any, loaded: Any) -> bool:
+    """Writes the value of `loaded` into `own`, if `own` can change and its kind is the same.
+    Returns whether it has done so."""
+    if isinstance(own, dict) and isinstance(loaded, Mapping):
+        values = dict(loaded)
+        own.clear()
+        own.update(values)
+    elif isinstance(own, list) and isinstance(loaded, list):
+        own[:] = loaded
+    elif isinstance(own, set) and isinstance(loaded, set):
+        values_in_set = set(loaded)
+        own.clear()
+        own.update(values_in_set)
+    elif isinstance(own, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        if (own.shape, own.dtype, own.layout) != (loaded.shape, loaded.dtype, torch.strided):
+            return False
+        if own.is_inference() or 0 in own.stride():  # cannot be written
+            return False
+        with torch.no_grad():
+            own.copy_(loaded)
+    elif isinstance(own, np.ndarray) and isinstance(loaded, np.ndarray):
+        if (own.shape, own.dtype) != (loaded.shape, loaded.dtype) or not own.flags.writeable:
+            return False
+        own[...] = loaded
+    else:
+        return False
+    return True

@@ -52,6 +52,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import IterableDataset
 
 from shoal_worker.state.tree import flatten
 from shoal_worker.torch_internals import has_unscaled, scales
@@ -488,7 +489,7 @@ class RegisteredState:
         self._take(name, value, self._objects)
         # Schedulers and scalers need no copy, because calls to their wrapped methods can be
         # ignored. A loader's state takes effect only in its next iteration.
-        if copied and not isinstance(value, (*NAMES, Iterable)):
+        if copied and not isinstance(value, tuple(NAMES)) and not _is_loader(value):
             self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
@@ -882,6 +883,17 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
         if state.keys() != own and renamed.keys() == own:
             state = renamed
     value.load_state_dict(state)
+
+
+def _is_loader(value: Any) -> bool:
+    """Returns whether `value` yields samples. Modules (`nn.Sequential`, a collection of metrics)
+    and containers can be iterated over too, but loaders cannot be indexed. torch's
+    `IterableDataset` inherits a `__getitem__` that raises."""
+    return isinstance(value, IterableDataset) or (
+        isinstance(value, Iterable)
+        and not isinstance(value, torch.nn.Module)
+        and not hasattr(value, "__getitem__")
+    )
 
 
 def _plain(value: Any) -> Any:

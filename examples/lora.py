@@ -69,9 +69,9 @@ def main() -> None:
         shoal.print_once(f"epoch {epoch}: loss {loss.item():.4f}")
         shoal.save_checkpoint(options.out / "checkpoints")
 
-    adapter = peft.get_peft_model_state_dict(net, state_dict=model.full_state_dict())
+    complete = model.clone()
     if shoal.is_main_process():
-        net.save_pretrained(options.out / "adapter", state_dict=adapter)
+        complete.save_pretrained(options.out / "adapter")
 
 
 if __name__ == "__main__":

@@ -806,6 +806,9 @@ def track(*sinks: Sink, every_steps: int = 10) -> None:
     `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`, `shoal.WandB("digits")`,
     `shoal.OpenTelemetry()`.
 
+    A number that the script reports less often (`shoal.report`), for example once per epoch, is
+    written whenever it is reported, and the last report of each number at the end of the run.
+
     Must be called once on every rank, before the loop. The first rank writes, and if it fails, the
     next rank continues in the same run; OpenTelemetry receives data from all ranks. After a resume,
     repeated steps appear only once. The loss is the one reported by the writing rank

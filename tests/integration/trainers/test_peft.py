@@ -18,9 +18,12 @@ EXAMPLE = ROOT / "examples" / "lora.py"
 GUIDE = ROOT / "docs" / "guides" / "peft.md"
 
 DIES = """
-import os, pathlib, signal, sys
+import functools, os, pathlib, signal, sys
 sys.path.insert(0, {examples!r})
-import lora, shoal
+import lora, peft, shoal
+
+if "fsdp" in sys.argv:
+    peft.LoraConfig = functools.partial(peft.LoraConfig, modules_to_save=["lm_head"])
 
 advance = shoal.ElasticDataLoader.epochs
 
@@ -50,9 +53,10 @@ arguments = TrainingArguments(
     load_best_model_at_end=True, metric_for_best_model="eval_loss",
     report_to=[], disable_tqdm=True,
 )
-net = peft.get_peft_model(
-    lora.base_model(), peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+configuration = peft.LoraConfig(
+    r=8, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]
 )
+net = peft.get_peft_model(lora.base_model(), configuration)
 words = lora.Words()
 samples = [{{"input_ids": words[at], "labels": words[at]}} for at in range(len(words))]
 trainer = Trainer(
@@ -90,16 +94,18 @@ def train(directory: Path, script: str, *arguments: str, ranks: int) -> tuple[Ad
 
 def check_equal(one: Adapter, other: Adapter) -> None:
     assert one.keys() == other.keys()
-    assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in one)
+    adapters = ("lora_A.weight", "lora_B.weight", "lm_head.weight")
+    assert all(name.endswith(adapters) for name in one)
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_adapter_after_a_kill_matches_one_process(tmp_path: Path, strategy: str) -> None:
-    alone, _ = train(tmp_path / "alone", DIES, ranks=0)
+    alone, _ = train(tmp_path / "alone", DIES, "--strategy", strategy, ranks=0)
     killed, output = train(tmp_path / "killed", DIES, "--strategy", strategy, ranks=2)
     assert "ended with SIGKILL" in output
+    assert ("base_model.model.lm_head.weight" in alone) == (strategy == "fsdp")
     check_equal(alone, killed)
 
 

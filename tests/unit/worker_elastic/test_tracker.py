@@ -130,7 +130,8 @@ def test_loss_belongs_to_the_step_it_was_reported_for(style: str, every: int) ->
     memory = Memory()
     train(style, memory, every_steps=every)
     due = [step for step in range(1, STEPS + 1) if step % every == 0]
-    assert memory.values["shoal/loss"] == [(step, float(step)) for step in due]
+    last = [STEPS] if due[-1] < STEPS else []
+    assert memory.values["shoal/loss"] == [(step, float(step)) for step in due + last]
     for name in ("world_size", "generation", "lost_steps", "samples_per_s_per_rank"):
         assert [step for step, _ in memory.values[f"shoal/{name}"]] == due
     assert (memory.opened, memory.closed) == ([1], [True])
@@ -153,6 +154,26 @@ def test_loss_reported_every_few_steps_is_not_repeated_in_between() -> None:
             shoal.report(loss=loader.global_step)
     shoal.shutdown()
     assert memory.values["shoal/loss"] == [(4, 4.0), (8, 8.0)]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_numbers_reported_once_per_epoch_and_the_last_ones_are_written(within: bool) -> None:
+    """Their steps are not multiples of `every_steps`."""
+    memory = Memory()
+    model, optimizer, loader = begin(memory, every_steps=3)
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        if within and loader.global_step + 1 in (4, 5, 8):
+            shoal.report(accuracy=loader.global_step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not within and loader.global_step in (4, 5, 8):
+            shoal.report(accuracy=loader.global_step)
+    shoal.report(final=0.5)
+    shoal.shutdown()
+    assert memory.values["accuracy"] == [(4, 4.0), (8, 8.0)]
+    assert memory.values["final"] == [(STEPS, 0.5)]
+    assert memory.opened == [1]
 
 
 def test_other_numbers_are_written_by_name_for_the_step_they_were_reported_in() -> None:

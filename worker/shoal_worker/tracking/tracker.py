@@ -93,6 +93,12 @@ class Tracker:
         """This rank's newest reports while its sinks are closed."""
         self._reported = 0
         """Newest step that has points."""
+        self._followed_from: int | None = None
+        """Step before the first one that this rank has committed."""
+        self._steps: dict[str, int] = {}
+        """Name -> step of its newest report."""
+        self._written: dict[str, int] = {}
+        """Name -> step of its newest report that has been written."""
         self._committed: int | None = None
         """Last step that this rank has committed. A loss reported before the next step begins
         belongs to this step."""
@@ -118,8 +124,8 @@ class Tracker:
         self._finish_step()
         self._committed = None
 
-    def _finish_step(self) -> None:
-        self._take_reported(self._committed)
+    def _finish_step(self, *, last: bool = False) -> None:
+        self._take_reported(self._committed, last=last)
         self._write_reported()
 
     def _end(self) -> None:
@@ -127,7 +133,7 @@ class Tracker:
         if self._ended.is_set():
             return
         self._ended.set()
-        self._finish_step()
+        self._finish_step(last=True)
         give_up_at = time.monotonic() + _END_S
         for delivery in self._deliveries:
             delivery.end()
@@ -146,11 +152,17 @@ class Tracker:
         self._end()
 
     def _step_committed(self, step: int) -> None:
-        self._take_reported(step)  # losses that were reported within the step
+        self._write_reported()  # numbers of the previous step that were on a device
         now, before = SessionValues.of(self._session), self._before
         self._before = now
         last, self._committed = self._reported, step
         repeats = step <= last
+        if self._followed_from is None:
+            self._followed_from = step - 1
+        if repeats:
+            self._steps = {name: min(each, step - 1) for name, each in self._steps.items()}
+            self._written.clear()
+        self._take_reported(step)  # losses that were reported within the step
         writes = self._everywhere or self._session.is_first
         if not writes:
             self._close()
@@ -160,6 +172,7 @@ class Tracker:
         if writes and (repeats or not self._open):
             self._reopen(step)
         if not self._is_due(step) and now == before and not repeats:
+            self._write_reported()
             return
         time_ns = time.time_ns()
         events = [
@@ -182,28 +195,40 @@ class Tracker:
     def _is_due(self, step: int) -> bool:
         return step // self._every != (step - 1) // self._every
 
-    def _take_reported(self, step: int | None) -> None:
+    def _take_reported(self, step: int | None, *, last: bool = False) -> None:
+        """Notes which numbers reported for `step` must be written: of each name, the first of
+        `every_steps` steps, and at the end of the run (`last`) the last one. A name that the script
+        reports once per epoch is therefore always written."""
         for name, reported in self._session.progress.reported.items():
             count, before = reported.count, self._counts.get(name, 0)
             self._counts[name] = count
-            if count != before and step is not None and self._is_due(step):
-                self._due[name] = (count, step)
+            if step is None:
+                continue
+            is_new = count != before
+            previous = self._steps.get(name, self._followed_from or 0)
+            if is_new:
+                self._steps[name] = step
+                if self._is_due(step) or step // self._every > previous // self._every:
+                    self._due[name] = (count, step)
+            newest = self._steps.get(name, 0)
+            if last and newest >= self._reported and newest not in (0, self._written.get(name)):
+                self._due[name] = (count, newest)
 
     def _write_reported(self) -> None:
         """Writes the numbers that the script has reported and that are due, as far as their values
         are known. The value of a number on a device may become known only later."""
-        if not self._due:
-            return
-        values: dict[str, float] = {}
+        points: dict[int, dict[str, float]] = {}
         for name, (ordinal, step) in [*self._due.items()]:
             known, value = self._session.progress.reported[name].newest
             if known < ordinal:
                 continue
             del self._due[name]
-            if known == ordinal and step == self._reported:
-                values["shoal/loss" if name == "loss" else name] = value
-        if values:
-            self._put(Points(step=self._reported, time_ns=time.time_ns(), values=values))
+            if known == ordinal and step >= self._reported:
+                points.setdefault(step, {})["shoal/loss" if name == "loss" else name] = value
+                self._written[name] = step
+        for step, values in sorted(points.items()):
+            self._reported = step
+            self._put(Points(step=step, time_ns=time.time_ns(), values=values))
 
     def _reopen(self, step: int) -> None:
         run, kept = TrackedRun.of(self._session), list(self._kept)

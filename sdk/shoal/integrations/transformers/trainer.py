@@ -98,6 +98,8 @@ class Trainer(transformers.Trainer):
             super().__init__(model, args, *rest, **named)
         args.output_dir = output_dir
 
+    model: Any
+    """The script's module."""
     model_wrapped: Any
     """The model. The first call that needs it distributed replaces it by a `ShardedModel`."""
     optimizer: Any
@@ -562,8 +564,13 @@ class Trainer(transformers.Trainer):
                 "writes the files; pass one, or save the values alone with "
                 f"trainer.model_wrapped.save_model('{output_dir}/model.safetensors')"
             )
-        state = self._distribute().full_state_dict()
-        self._save(output_dir, state_dict=state)
+        model, complete = self.model, self._distribute().clone()
+        # peft and transformers read the module's own state dict too
+        self.model = complete.module if isinstance(complete, ShardedModel) else complete
+        try:
+            self._save(output_dir)
+        finally:
+            self.model = model
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Rejects the call, since a job trains a single model.

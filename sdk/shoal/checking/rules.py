@@ -87,9 +87,10 @@ def _files(script: Script) -> Iterator[Finding]:
             )
         else:
             remedy = (
-                "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it; if "
-                "the script reads the file later, `with shoal.main_first() as first:` and "
-                "`if first:`"
+                "`if shoal.is_main_process():` around the lines that open and write it, or a path "
+                "with shoal.rank() in it; open a log for each write, in mode 'a', because another "
+                "rank may become the main process; if the script reads the file later, `with "
+                "shoal.main_first() as first:` and `if first:`"
             )
         yield finding(
             call,
@@ -205,8 +206,8 @@ def _output(script: Script) -> Iterator[Finding]:
                 call,
                 f"{last_name(call)}() on every rank writes one record per worker, and another for "
                 "each replacement",
-                "`if shoal.is_main_process():` around it, or shoal.track(shoal.TensorBoard(...)) "
-                "with shoal.report(...)",
+                "shoal.track(shoal.TensorBoard(...)) with shoal.report(...); a writer that is "
+                "opened only in the main process is missing once another rank takes its place",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -12,16 +13,30 @@ import pytest
 from shoal.launcher.processes.members import kill_member, kill_server
 from shoal_common.errors import ShoalError, UnknownResourceError
 
+WAITS = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
 JOB = "a-job-of-test-members"
 SERVER = f"shoal_ps_server --job {JOB} --server-id=server-0 --coordinator 127.0.0.1:7001"
 
 
+@contextlib.contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process that ends when its standard input is closed. For a moment after `exec`,
+    the kernel shows neither command line nor environment, so waits for the first output."""
+    with subprocess.Popen(
+        [*WAITS, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+
+
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the command line of a parameter server. It ends when its standard input is
-    closed."""
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", *SERVER.split()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    """A process with the command line of a parameter server."""
+    with started(*SERVER.split()) as process:
         yield process
 
 
@@ -60,10 +75,7 @@ def test_the_server_is_killed_by_any_name_of_its_coordinator(
 def test_a_worker_is_identified_by_its_member_id_under_any_host_name(
     host: str, reason: str
 ) -> None:
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, env={**os.environ, "SHOAL_MEMBER_ID": "m1"}
-    ) as worker:
+    with started(SHOAL_MEMBER_ID="m1") as worker:
         with pytest.raises(ShoalError, match="rank 0") as raised:
             kill_member(rank=0, host=host, pid=worker.pid, member_id="m2")
         assert raised.value.reason == reason

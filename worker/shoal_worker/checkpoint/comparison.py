@@ -256,7 +256,7 @@ class Comparison:
     differing: Mapping[str, Difference]
     """The tensors whose bits differ."""
     only: tuple[Sequence[str], Sequence[str]]
-    """For each place, the tensors that the other place lacks."""
+    """Paths of the tensors that only the first place has, and that only the second has."""
     tables: Sequence[str] = ()
     """Sparse tables, whose rows were not compared."""
 

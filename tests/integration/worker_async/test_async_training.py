@@ -11,7 +11,7 @@ import pytest
 from shoal_worker.data.record import audit
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
-from tests.integration.worker_async.train import LEFT, SAMPLES, network
+from tests.integration.worker_async.train import EPOCH_END, LEFT, SAMPLES, network
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
@@ -231,7 +231,8 @@ def test_schedule_that_is_furthest_ahead_counts(cluster: Make) -> None:
 def test_joiner_continues_in_the_epoch_of_the_others(cluster: Make) -> None:
     running = cluster()
     config: dict[str, Any] = {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
-    first = running.start_worker(**config, hold_at=[2 * BATCHES + 16])
+    # the state is so large that it is copied only once in each epoch
+    first = running.start_worker(**config, copies_rest=1e9, hold_at=[2 * BATCHES + 16])
     first.wait_step(2 * BATCHES + 16)
     eventually(
         lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch"
@@ -246,6 +247,29 @@ def test_joiner_continues_in_the_epoch_of_the_others(cluster: Make) -> None:
     # its scheduler continued after the two steps of the other worker
     assert results[1]["lr"] == pytest.approx(0.05 * 0.5**4)
     assert sum(result["steps"] for result in results) == 4 * BATCHES
+    assert audit(running.records).exactly_once
+
+
+def test_joiner_continues_in_the_epoch_of_the_state_that_it_receives(cluster: Make) -> None:
+    """The worker that sends its state has not yet stepped the scheduler at the end of an epoch,
+    and another worker is already in the next epoch."""
+    running = cluster()
+    config: dict[str, Any] = {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
+    first = running.start_worker(**config, hold_at=[3, EPOCH_END])
+    first.wait_step(3)
+    second = running.start_worker(**config, hold_at=[1, EPOCH_END + 1])
+    second.wait_step(1)
+    second.go(1)
+    first.go(3)
+    first.wait_step(EPOCH_END)
+    second.wait_step(EPOCH_END + 1)
+    third = running.start_worker(**config, hold_at=[EPOCH_END + 1])
+    third.wait_step(EPOCH_END + 1)
+    for worker, hold in ((first, 0), (second, 1), (third, 1)):
+        worker.go(EPOCH_END + hold)
+    results = [worker.result() for worker in (first, second, third)]
+    assert [result["epochs"] for result in results] == [[0, 1, 2, 3]] * 3
+    assert [result["lr"] for result in results] == [pytest.approx(0.05 * 0.5**4)] * 3
     assert audit(running.records).exactly_once
 
 

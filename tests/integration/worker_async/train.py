@@ -13,6 +13,7 @@ import shoal_worker.api as shoal
 import torch
 from shoal_common.formats.wire import checksum
 from shoal_common.optimizers.for_torch import DelayedNesterov
+from shoal_worker.asynchronous import handover
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -22,6 +23,8 @@ FEATURES = 8
 SAMPLES = 256
 LEFT = 1000
 """Number of the hold after a loop that was left before its end."""
+EPOCH_END = 2000
+"""Number of the hold after the loop over the batches of epoch 0, before the scheduler's step."""
 
 
 def problem() -> TensorDataset:
@@ -94,6 +97,8 @@ def main(arguments: Sequence[str]) -> int:
     config: dict[str, Any] = json.loads(arguments[0])
     directory = Path(config["directory"])
     moments = Moments(directory, config.get("hold_at", ()))
+    if "copies_rest" in config:
+        handover._REST = config["copies_rest"]  # type: ignore[misc]  # Final
     options = dict(config.get("options", {}))
     for name in ("server_timeout", "lease_ahead"):
         if f"{name}_s" in options:
@@ -155,6 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         if "leaves_after" in config or "leaves_before" in config:
             moments.step(LEFT)
         if config.get("schedule") == "epochs":
+            moments.step(EPOCH_END + epoch)
             scheduler.step()
         if "save" in config:
             shoal.save_checkpoint(config["save"])

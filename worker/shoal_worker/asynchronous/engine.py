@@ -100,6 +100,8 @@ class AsyncEngine(Engine):
         """True if a checkpoint has been loaded."""
         self._placed = False
         """True once the first loader has been moved to the epoch of the other workers."""
+        self._epochs: Mapping[str, int] = {}
+        """Epochs of the state that this joiner has received from a peer, by name of the loader."""
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
@@ -249,12 +251,15 @@ class AsyncEngine(Engine):
                 "momentum and moments start from zero, because under async_sgd these are stored "
                 "in the servers' data directories, not in checkpoints"
             )
-        if self._joins_late and not (self._handover is not None and self._handover.take()):
-            _log.warning(
-                "no peer could send its registered objects, schedule position and buffers, so "
-                "this joiner starts with its own"
-            )
-        elif not self._joins_late and self._handover is not None:
+        if self._joins_late:
+            epochs = None if self._handover is None else self._handover.take()
+            if epochs is None:
+                _log.warning(
+                    "no peer could send its registered objects, schedule position and buffers, so "
+                    "this joiner starts with its own"
+                )
+            self._epochs = epochs or {}
+        elif self._handover is not None:
             self._handover.take_first_buffers()
 
     def _materialize(self) -> None:
@@ -501,8 +506,9 @@ class AsyncEngine(Engine):
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """On a joiner, moves the first loader that it uses to the epoch that the other workers have
-        reached. Also records the current generation, and keeps the state for joiners up to date."""
+        """On a joiner, moves the first loader that it uses to the epoch of the state that it has
+        received, or to the epoch that the other workers have reached if that state has none. Also
+        records the current generation, and keeps the state for joiners up to date."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -511,11 +517,16 @@ class AsyncEngine(Engine):
                     rank=self._job.rank,
                     world_size=self._job.world_size,
                 )
-            if self._handover is not None:
-                self._handover.refresh()
             if source is not None and not self._placed:
-                _move_to_epoch(source, self._leases.newest_epoch(source.name, source.epoch))
+                epoch = self._epochs.get(source.name)
+                if epoch is None:
+                    epoch = self._leases.newest_epoch(source.name, source.epoch)
+                _move_to_epoch(source, epoch)
                 self._placed = True
+            if self._handover is not None:
+                self._handover.refresh(
+                    None if source is None else source.name, 0 if source is None else source.epoch
+                )
 
     @override
     def lease_batches(

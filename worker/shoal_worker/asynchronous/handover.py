@@ -9,6 +9,11 @@ last step boundaries. Donor threads (elastic/group/transfer.py) send this offer 
 while the training thread is busy or waits. To request the offer, a joiner needs the donor's key,
 which the coordinator reveals only to members.
 
+A joiner's loader continues in the epoch of the state that it receives, so its schedule and its
+epoch agree. If other workers are already in a later epoch, the joiner's script first goes through
+the epochs between, whose batches have been leased to others. The copy is renewed in each epoch's
+first step, so these are few.
+
 The model's values are not included, because they are on the servers. Buffers are not synchronized:
 from its first step on, each worker changes its own. But all workers start with the same buffers and
 values, even if their scripts initialize these at random: initial workers receive rank 0's buffers,
@@ -21,6 +26,7 @@ import contextlib
 import copy
 import logging
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -38,10 +44,10 @@ from shoal_worker.parameter_servers.coordination.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Minimum pause after a copy, as a multiple of the copy's duration. The training thread therefore
-spends at most about 1/50 of its time on copying. A small state, such as the state of a scheduler,
-is copied at nearly every step boundary; a large state, such as an average of the parameters, is
-copied only occasionally."""
+"""Minimum pause after a copy within an epoch, as a multiple of the copy's duration. The training
+thread therefore spends at most about 1/50 of its time on copying, apart from one copy in each
+epoch. A small state, such as the state of a scheduler, is copied at nearly every step boundary; a
+large state, such as an average of the parameters, is copied only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Maximum time that a joiner waits for one peer's state. A peer's offer is already available,
 unless the peer has not reached its first step."""
@@ -74,12 +80,19 @@ class Handover:
         self._module = module
         self._offer = contextlib.ExitStack()
         self._due_at = 0.0
+        self._epochs: dict[str, int] = {}
+        """Loader name -> epoch of the step that begins or of the loader's last step. Joiners
+        receive it with the state."""
 
-    def refresh(self) -> None:
-        """Replaces the copy that is offered to joiners with a copy of the current state, if enough
-        time has passed since the last copy. Must be called at each step boundary."""
+    def refresh(self, loader: str | None, epoch: int) -> None:
+        """Replaces the copy that is offered to joiners with a copy of the current state, if the
+        loader is in another epoch than in the last copy, or enough time has passed since that copy.
+        Must be called at each step boundary. `loader`, `epoch`: where the step that begins gets its
+        batch; None if it has no loader."""
         begun = time.monotonic()
-        if begun < self._due_at:
+        if loader is not None and self._epochs.get(loader) != epoch:
+            self._epochs[loader] = epoch
+        elif begun < self._due_at:
             return
         buffers = {
             name: each.detach().to("cpu", copy=True)
@@ -90,6 +103,7 @@ class Handover:
                 {"registered": self._registered.capture(), **self._optimizers.schedules()}
             ),
             "buffers": buffers,
+            "epochs": dict(self._epochs),
         }
         state["extra"] = copy.deepcopy(other_entries(self._module))
         self._offer.close()
@@ -97,16 +111,17 @@ class Handover:
         ended = time.monotonic()
         self._due_at = ended + _REST * (ended - begun)
 
-    def take(self) -> bool:
-        """Loads the state that a peer offers. Returns False if no peer offers one."""
+    def take(self) -> Mapping[str, int] | None:
+        """Loads the state that a peer offers. Returns the epochs to which that state belongs, by
+        name of the loader; None if no peer offers a state."""
         for peer in self._job.peers_before():
             state = self._state_of(peer)
             if state is not None:
                 self._optimizers.go_on_from(state)
                 self._registered.restore(state["registered"])
                 self._take_of_module(state)
-                return True
-        return False
+                return dict(state["epochs"])
+        return None
 
     def take_first_buffers(self) -> None:
         """Loads rank 0's buffers and extra state into this worker. Used by workers that have been

@@ -254,6 +254,18 @@ def test_forgotten_store_ends_its_thread(redis_url: str) -> None:
     _eventually(lambda: _listeners() <= before)
 
 
+def test_forgotten_store_closes_its_idle_connections(redis_url: str) -> None:
+    opened = RedisStore(redis_url, "p")
+    opened.set("a", "1")
+    client = opened._connection.client  # alive, as in a cycle that is not yet collected
+    connection = client.connection_pool.get_connection()
+    assert connection.is_connected
+    client.connection_pool.release(connection)
+    del opened
+    gc.collect()
+    assert not connection.is_connected
+
+
 def test_stores_that_share_connections_close_them_with_the_last(redis_url: str) -> None:
     first = RedisStore(redis_url, "p")
     second = first.with_prefix("q")

@@ -68,8 +68,8 @@ class StoreConnection:
 
     def release(self, *, wait: bool) -> None:
         """Releases one store's reference. The last release closes the connections. `wait`: True to
-        close them completely before returning; False to do no I/O, as is required when the garbage
-        collector calls this."""
+        wait until the listener has ended; False to wait for nothing, as is required when the
+        garbage collector calls this. The listener then closes its own connection a little later."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -79,6 +79,9 @@ class StoreConnection:
             self.client.close()
         else:
             self.wakeups.stop()
+            # Not left to the client's own finalizer: in a reference cycle, the sockets' finalizers
+            # may run before it, and warn.
+            self.client.connection_pool.disconnect(inuse_connections=False)
 
 
 # ---------------------------------------------------------------------------------------- the store

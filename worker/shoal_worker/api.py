@@ -554,11 +554,13 @@ def save_checkpoint(
         )
     metric = _metric(best, mode)
     session = current_session()
+    saver, place = CheckpointSaver.of(session), Place.of(directory, session.settings)
     if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
+        saver.announce(session, place, step=(session.steps // every_steps + 1) * every_steps)
         return
-    CheckpointSaver.of(session).save(
+    saver.save(
         session,
-        Place.of(directory, session.settings),
+        place,
         keep=keep,
         sharded=sharded,
         frozen=frozen,

@@ -162,3 +162,24 @@ def test_interval_in_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None
         shoal.evaluate(model, validation(), count, every_steps=every)
     with pytest.raises(ConfigurationError, match="save_checkpoint"):
         shoal.save_checkpoint(tmp_path, every_steps=every)
+
+
+def test_a_directory_of_another_run_is_refused_in_the_first_step_instead_of_the_first_save(
+    tmp_path: Path,
+) -> None:
+    model, optimizer, loader = start()
+    for batch in loader:
+        take_step(model, optimizer, batch)
+    shoal.save_checkpoint(tmp_path)  # of step 6
+    shoal.shutdown()
+    set_session(None)
+    model, optimizer, loader = start()
+    batches = iter(loader)
+    take_step(model, optimizer, next(batches))
+    shoal.save_checkpoint(tmp_path, every_steps=7)  # step 7 of this run will be the newest
+    set_session(None)
+    model, optimizer, loader = start()
+    batches = iter(loader)
+    take_step(model, optimizer, next(batches))
+    with pytest.raises(ConfigurationError, match="step-6 of another run.*step 4 of this run"):
+        shoal.save_checkpoint(tmp_path, every_steps=4)

@@ -252,8 +252,9 @@ def check_place(directory: Path, step: int, run: str) -> None:
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
                 f"{directory} contains {path.name} of another run, which would count as newer "
-                f"than step {step} of this run: give each run its own directory, or call "
-                "shoal.resume before the loop to continue from there"
+                f"than step {step} of this run: give each run its own directory, or continue from "
+                "there: call shoal.resume before the loop, or train(resume_from_checkpoint=True) "
+                "of a Trainer"
             )
 
 

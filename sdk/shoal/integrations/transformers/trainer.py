@@ -283,6 +283,18 @@ class Trainer(transformers.Trainer):
             self._save_checkpoint(model, None)  # all have been asked to leave
         return self._finalize_training(None, max_steps * loader.plan.global_batch_size, start_time)
 
+    def _announce_saves(self, steps_in_epoch: int) -> None:
+        """Raises ConfigurationError if `output_dir` contains checkpoints of another run because of
+        which the first save would be refused."""
+        session, strategy = current_session(), self.args.save_strategy
+        if strategy in ("steps", "epoch"):
+            every = self.state.save_steps if strategy == "steps" else steps_in_epoch
+            CheckpointSaver.of(session).announce(
+                session,
+                Place.of(self.args.output_dir, session.settings),
+                step=(session.steps // every + 1) * every,
+            )
+
     def _register_state(self) -> None:
         """Registers the state that joiners receive and checkpoints contain. Called once, before
         training or resuming."""
@@ -314,6 +326,7 @@ class Trainer(transformers.Trainer):
 
         for step in loader.steps():
             self._note_who_writes()
+            self._announce_saves(steps_in_epoch)
             if self._train_step(model, step, logged):
                 self.state.global_step = loader.global_step
                 self.state.epoch = epoch + (step.number + 1) / steps_in_epoch

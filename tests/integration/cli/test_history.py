@@ -69,12 +69,13 @@ def received(shell: Shell, *arguments: str) -> str:
 
 def test_runs_are_listed_with_their_outcome(ended: Shell) -> None:
     lines = [line.split() for line in received(ended, "history").splitlines()]
-    assert lines[0] == ["run", "began", "took", "strategy", "ranks", "step", "faults", "outcome"]
+    names = "run began took strategy ranks step faults outcome arguments"
+    assert lines[0] == names.split()
     (bad, good) = lines[1:]
-    assert (bad[0], bad[-1]) == ("bad/1", "failed")
+    assert (bad[0], bad[-3:]) == ("bad/1", ["failed", "3", "fail"])
     assert (good[0], good[4:]) == (
         "good/1",
-        ["ddp", "2", f"{EPOCHS * STEPS:,}", "1", "completed"],
+        ["ddp", "2", f"{EPOCHS * STEPS:,}", "1", "completed", str(EPOCHS), "hang"],
     )
     listed = json.loads(received(ended, "history", "--json", "--job", "good"))
     assert [each["run"] for each in listed] == ["good/1"]

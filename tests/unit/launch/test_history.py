@@ -352,6 +352,19 @@ def test_list_of_runs_shows_the_progress_of_each(tmp_path: Path, end: RunEnd, st
     assert row[:at].split("  ")[-1].strip() == step
 
 
+def test_narrow_list_of_runs_omits_columns_instead_of_truncating_them(tmp_path: Path) -> None:
+    lists = {}
+    run = kept(tmp_path, "a-long-name-of-a-script", 1, end=replace(END, last_step=1_234_567))
+    for width in (60, 120):
+        shown = Console(width=width, file=io.StringIO())
+        shown.print(runs_view([run]))
+        lists[width] = shown.file.getvalue()
+    assert lists[60].split()[:3] == ["run", "began", "outcome"]
+    assert lists[120].splitlines()[0].split()[-2:] == ["outcome", "arguments"]
+    assert lists[120].rstrip().endswith("--lr 0.1")
+    assert "…" not in lists[60] + lists[120]
+
+
 def test_nothing_is_recorded_if_the_limit_is_zero(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

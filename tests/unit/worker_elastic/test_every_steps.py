@@ -181,5 +181,5 @@ def test_a_directory_of_another_run_is_refused_in_the_first_step_instead_of_the_
     model, optimizer, loader = start()
     batches = iter(loader)
     take_step(model, optimizer, next(batches))
-    with pytest.raises(ConfigurationError, match="step-6 of another run.*step 4 of this run"):
+    with pytest.raises(ConfigurationError, match=r"step-6 of another run.*step 4 of this run"):
         shoal.save_checkpoint(tmp_path, every_steps=4)

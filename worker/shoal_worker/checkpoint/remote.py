@@ -113,9 +113,9 @@ class RemoteCheckpoints:
             if info is not None and info.run not in (run, ""):
                 raise ConfigurationError(
                     f"{self.url} contains {name} of another run, which would count as newer than "
-                    f"step {step} of this run: give each run its own URL, or continue from "
-                    "there: call shoal.resume before the loop, or train(resume_from_checkpoint=True) "
-                    "of a Trainer"
+                    f"step {step} of this run: give each run its own URL, or continue from there: "
+                    "call shoal.resume before the loop, or train(resume_from_checkpoint=True) of a "
+                    "Trainer"
                 )
 
     def fetch(self, name: str, into: Path) -> Path:

@@ -24,6 +24,8 @@ _STYLES: Final = {
     Outcome.FAILED: "red",
     Outcome.KILLED: "red",
 }
+_LONGEST_ARGUMENTS: Final = 40
+"""Maximum number of characters of a script's arguments in the list of runs."""
 
 
 def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
@@ -32,12 +34,13 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
     return FittingTable(
         Column("run", [run.name for run in runs], right=False),
         Column("began", [f"{_local(run.started_unix_s):%Y-%m-%d %H:%M}" for run in runs]),
-        Column("took", [_took(run) for run in runs], dispensable=3),
-        Column("strategy", [end.strategy if end else "" for end in ends], 4, right=False),
-        Column("ranks", [str(end.ranks or _NOTHING) if end else _NOTHING for end in ends], 2),
-        Column("step", [_last_step(end) for end in ends]),
-        Column("faults", [str(end.faults) if end else _NOTHING for end in ends], 1),
+        Column("took", [_took(run) for run in runs], 4),
+        Column("strategy", [end.strategy if end else "" for end in ends], 5, right=False),
+        Column("ranks", [str(end.ranks or _NOTHING) if end else _NOTHING for end in ends], 3),
+        Column("step", [_last_step(end) for end in ends], 1),
+        Column("faults", [str(end.faults) if end else _NOTHING for end in ends], 2),
         Column("outcome", [_outcome(run) for run in runs], right=False),
+        Column("arguments", [_arguments(run) for run in runs], 6, right=False),
     )
 
 
@@ -178,6 +181,11 @@ def _rows(title: str, names: tuple[str, str], rows: Sequence[Row]) -> FittingTab
 
 def _outcome(run: RecordedRun) -> Text:
     return Text(run.outcome, style=_STYLES[run.outcome])
+
+
+def _arguments(run: RecordedRun) -> str:
+    text = shlex.join(run.arguments)
+    return text if len(text) <= _LONGEST_ARGUMENTS else f"{text[: _LONGEST_ARGUMENTS - 1]}…"
 
 
 def _command(run: RecordedRun) -> str:

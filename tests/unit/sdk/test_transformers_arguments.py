@@ -12,7 +12,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.elastic.session.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session, set_session
 from torch import nn
 
 # importing transformers takes almost ten seconds
@@ -180,6 +180,18 @@ def _counted(training_step: Callable[..., Any], seen: list[int]) -> Callable[...
         return training_step(*arguments)
 
     return counted
+
+
+def test_output_dir_of_another_run_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"save_strategy": "steps", "per_device_train_batch_size": 2}
+    make(tmp_path, **arguments, max_steps=4, save_steps=4).train()
+    shoal.shutdown()
+    set_session(None)
+    trainer = make(tmp_path, **arguments, max_steps=4, save_steps=3)
+    with pytest.raises(ConfigurationError, match=r"step-4 of another run.*resume_from_checkpoint"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert current_session().steps == 0
 
 
 def test_the_best_model_cannot_be_loaded_from_a_url() -> None:

@@ -56,6 +56,8 @@ def test_a_file_is_overwritten_only_with_force(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, words)
         assert isinstance(result.exception, ConfigurationError)
         assert "--force" in str(result.exception)
+        is_starter = "--from" not in words
+        assert (f"`shoal init --from '{script}'`" in str(result.exception)) == is_starter
         assert script.read_text() == "mine\n"
     result = CliRunner().invoke(app, ["init", str(script), "--force"])
     assert f"--nproc-per-node 2 '{script}'" in result.stdout

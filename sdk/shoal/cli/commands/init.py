@@ -47,12 +47,14 @@ def init(
     default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
     if script is None:
         script = Path(typer.prompt("Script to write", default)) if _is_on_terminal() else default
+    path = shlex.quote(str(script))
     if plain is None:
-        _write(script, files("shoal.cli").joinpath("starter.py").read_text("utf-8"), force=force)
+        starter = files("shoal.cli").joinpath("starter.py").read_text("utf-8")
+        convert = f"run `shoal init --from {path}` to convert it, "
+        _write(script, starter, force=force, instead=convert)
         typer.echo(f"wrote {script}")
     else:
         _convert(plain, script, force=force)
-    path = shlex.quote(str(script))
     typer.echo(f"next: shoal run --standalone --nproc-per-node 2 {path}")
 
 
@@ -105,11 +107,14 @@ def _read(path: Path) -> tuple[str, str]:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
 
 
-def _write(path: Path, source: str, encoding: str = "utf-8", *, force: bool) -> None:
+def _write(
+    path: Path, source: str, encoding: str = "utf-8", *, force: bool, instead: str = ""
+) -> None:
+    """Writes a file. `instead`: first remedy in the error if the file exists and not `force`."""
     try:
         with path.open("w" if force else "x", encoding=encoding) as file:
             file.write(source)
     except FileExistsError as error:
         raise ConfigurationError(
-            f"{path} already exists; name another file, or pass --force to overwrite it"
+            f"{path} already exists; {instead}name another file, or pass --force to overwrite it"
         ) from error

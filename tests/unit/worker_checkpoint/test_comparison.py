@@ -98,6 +98,19 @@ def test_checkpoints_of_different_strategies_and_files_have_equal_bits(
     assert line == f"  only in {runs / 'zero2' / 'step-2'}: 'model/phase'"
 
 
+def test_directory_with_one_safetensors_file_stands_for_the_file(
+    runs: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    shutil.copy(runs / "ddp" / "saved.safetensors", file)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (line,) = printed(tmp_path, runs / "ddp", status=0)
+    assert line.startswith(f"{file} and ")
+    shutil.copy(file, tmp_path / "another.safetensors")
+    result = CliRunner().invoke(app, ["compare", str(tmp_path), str(runs / "ddp")])
+    assert isinstance(result.exception, ConfigurationError)
+
+
 def test_other_values_are_measured_by_part(runs: Path) -> None:
     _, *lines = printed(runs / "ddp", runs / "other", status=1)
     parts = {line.split(":")[0].strip(): line for line in lines}

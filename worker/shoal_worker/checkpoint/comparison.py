@@ -94,8 +94,9 @@ class Opened:
 
 
 def open_tensors(path: Path, closing: ExitStack) -> Opened:
-    """Opens a checkpoint, the newest checkpoint in a directory, or a file with a state dict. Its
-    tensors are valid until `closing` is closed.
+    """Opens a checkpoint, the newest checkpoint in a directory, or a file with a state dict. The
+    file may be named by its directory, if that contains one safetensors file, as save_pretrained
+    writes it. The tensors are valid until `closing` is closed.
 
     Raises:
         ConfigurationError: there is no such checkpoint or file, or a file has no state dict.
@@ -104,11 +105,14 @@ def open_tensors(path: Path, closing: ExitStack) -> Opened:
     checkpoint = path if (path / manifest.NAME).is_file() else latest(path)
     if checkpoint is not None:
         return _open_checkpoint(checkpoint, closing)
-    if not path.is_file():
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if len(files) != 1 or not files[0].is_file():
         raise ConfigurationError(
             f"there is no checkpoint or file {path}; expected a directory passed to "
-            "save_checkpoint, a step-<n> in it, or a file with a state dict"
+            "save_checkpoint, a step-<n> in it, a file with a state dict, or a directory with one "
+            f"{SUFFIX} file"
         )
+    (path,) = files
     found = _open_safetensors(path, closing) if path.suffix == SUFFIX else _open_torch(path)
     return Opened(
         place=str(path), tensors={f"{_MODEL}{name}": each for name, each in found.items()}

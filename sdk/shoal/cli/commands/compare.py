@@ -14,8 +14,9 @@ def compare(
         typer.Argument(
             metavar="ONE",
             help="Directory or URL of checkpoints, whose newest one is read; one checkpoint in it "
-            "(`step-100`); or a file with a model's state dict, written by torch.save or in the "
-            "safetensors format.",
+            "(`step-100`); a file with a model's state dict, written by torch.save or in the "
+            "safetensors format; or a directory with one such safetensors file, such as an "
+            "adapter.",
             show_default=False,
         ),
     ],

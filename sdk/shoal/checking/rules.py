@@ -14,7 +14,16 @@ from typing import Final
 
 from shoal.checking.findings import Finding, finding
 from shoal.checking.loaders import Loaders
-from shoal.checking.script import Loop, Script, argument, is_no_grad, last_name, words_in
+from shoal.checking.script import (
+    Loop,
+    Script,
+    argument,
+    assigned,
+    has_name,
+    is_no_grad,
+    last_name,
+    words_in,
+)
 from shoal.checking.sources import Sources
 from shoal.checking.state import STATE_RULES
 from shoal.checking.steps import accumulating_loops, sums_of_losses
@@ -153,6 +162,49 @@ def _is_own(script: Script, path: ast.AST) -> bool:
         for node in script.of_type(ast.Assign)
         for target in node.targets
     )
+
+
+def _kept_open(script: Script) -> Iterator[Finding]:
+    loops = script.training_loops()
+    for made in script.of_type(ast.Assign):
+        calls = [each for each in ast.walk(made.value) if isinstance(each, ast.Call)]
+        for call in calls:
+            name = script.full_name(call.func)
+            is_record = name in _STARTS_RECORD
+            is_file = last_name(call) == "open" and _written_path(name, call) is not None
+            if not (is_record or is_file) or not _is_of_main_process(script, call):
+                continue
+            if script.is_in_training_loop(made):
+                continue
+            kept = _made_from(script, {each for each, _ in assigned(made)})
+            if used := sorted(each for each in kept if any(has_name(loop, each) for loop in loops)):
+                yield finding(
+                    call,
+                    f"{used[0]} is missing after another rank has become the main process",
+                    "shoal.track(shoal.TensorBoard(...)), or another sink, with shoal.report(...) "
+                    "on every rank"
+                    if is_record
+                    else "`if shoal.is_main_process():` in the loop, and in it `with open(..., "
+                    "'a') as file:`, for each write",
+                )
+
+
+def _is_of_main_process(script: Script, call: ast.Call) -> bool:
+    """Returns whether a call runs only if the script's process is the main one."""
+    return any(
+        isinstance(above, ast.If | ast.IfExp) and script.mentions_rank(above.test)
+        for above in script.above(call)
+    )
+
+
+def _made_from(script: Script, names: set[str]) -> set[str]:
+    """Returns `names`, and the names of what is made from them, such as a csv.writer of a file."""
+    return names | {
+        name
+        for made in script.of_type(ast.Assign)
+        for name, value in assigned(made)
+        if isinstance(value, ast.Call) and any(has_name(value, each) for each in names)
+    }
 
 
 def _output(script: Script) -> Iterator[Finding]:
@@ -585,6 +637,7 @@ def _not_distributed(script: Script) -> Iterator[Finding]:
 
 _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _files,
+    _kept_open,
     _output,
     _data,
     _sources,

@@ -30,6 +30,7 @@ from shoal.checking.steps import (
     incremented,
     increments,
     steps_in,
+    sums_of_losses,
 )
 
 SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
@@ -80,6 +81,14 @@ def _carried_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, 
 def _plain_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     """Yields each plain value that the loop's scope assigns before the loop: the assignment, the
     name and the value."""
+    for made, name, value in _values_before(script, loop):
+        if _is_plain(value):
+            yield made, name, value
+
+
+def _values_before(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    """Yields each value that the loop's scope assigns before the loop: the assignment, the name
+    and the value."""
     scope = script.scope(loop)
     block = script.tree.body if scope is None else scope.body
     for made in (node for part in block for node in ast.walk(part)):
@@ -89,8 +98,7 @@ def _plain_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, as
             and script.scope(made) is scope
         ):
             for name, value in assigned(made):
-                if _is_plain(value):
-                    yield made, name, value
+                yield made, name, value
 
 
 def _is_read_count(script: Script, loop: Loop, name: str) -> bool:
@@ -196,8 +204,98 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
     return carried and compared
 
 
-def _copies(script: Script) -> Iterator[Finding]:
-    registered = {
+_APPENDS: Final = frozenset({"append", "appendleft", "extend", "insert"})
+_ADDS: Final = frozenset({"add", "update", "setdefault"})
+"""Methods that add an entry under a key. A loop that also reads the entries may use them as a
+cache, which each worker may have for itself."""
+
+
+def _histories(script: Script) -> Iterator[Finding]:
+    reported = {name for _, name in sums_of_losses(script)} | _registered(script)
+    for loop in script.training_loops():
+        for made, name, value in _values_before(script, loop):
+            if _is_empty(value) and name not in reported and _collects(script, loop, name):
+                yield finding(
+                    made,
+                    f"the training loop adds to {name}, but a worker that joins later starts with "
+                    "an empty one, and after an aborted step an entry may be added again",
+                    f"shoal.register_state({name}={name}) below this line, and add to it on every "
+                    "rank",
+                )
+
+
+def _is_empty(value: ast.AST) -> bool:
+    """Returns whether an expression makes a list, dictionary, set or deque without entries. A
+    dictionary of these counts too."""
+    if isinstance(value, ast.List):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return all(_is_empty(each) for each in value.values)
+    return (
+        isinstance(value, ast.Call)
+        and last_name(value) in ("list", "dict", "set", "defaultdict", "deque", "Counter")
+        and all(isinstance(each, ast.Name) for each in value.args)
+    )
+
+
+def _collects(script: Script, loop: Loop, name: str) -> bool:
+    """Returns whether a loop adds to the container `name` and never replaces it, and the script
+    reads it."""
+    scope = script.scope(loop)
+    if any(
+        isinstance(node, ast.Assign | ast.AnnAssign) and name in dict(assigned(node))
+        for node in ast.walk(loop)
+    ):
+        return False
+    appended = added = read = read_later = False
+    for use in script.of_type(ast.Name):
+        if use.id != name or not isinstance(use.ctx, ast.Load) or script.scope(use) is not scope:
+            continue
+        statement = script.statement(use)
+        inside = loop in script.above(use)
+        if _calls_on(statement, name, _APPENDS):
+            appended = appended or inside
+        elif _calls_on(statement, name, _ADDS) or _sets_item(statement, name):
+            added = added or inside
+        elif "register_state" not in words_in(statement):
+            read = True
+            read_later = read_later or not inside
+    return (appended and read) or (added and read_later)
+
+
+def _calls_on(statement: ast.stmt, name: str, methods: frozenset[str]) -> bool:
+    """Returns whether a statement calls one of the methods on the container `name`, or on an item
+    of it."""
+    called = (
+        statement.value.func
+        if (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call))
+        else None
+    )
+    return (
+        isinstance(called, ast.Attribute)
+        and called.attr in methods
+        and _container(called.value, name)
+    )
+
+
+def _sets_item(statement: ast.stmt, name: str) -> bool:
+    """Returns whether a statement assigns an item of the container `name`."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AugAssign):
+        targets = [statement.target]
+    return any(isinstance(each, ast.Subscript) and _container(each, name) for each in targets)
+
+
+def _container(node: ast.expr, name: str) -> bool:
+    """Returns whether an expression is `name`, or an item of it."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return is_name(node, name)
+
+
+def _registered(script: Script) -> set[str]:
+    """Returns the names of the variables that are passed to register_state or as_distributed."""
+    return {
         part.id
         for call in script.calls()
         if last_name(call) in ("register_state", "as_distributed")
@@ -205,6 +303,10 @@ def _copies(script: Script) -> Iterator[Finding]:
         for part in ast.walk(each)
         if isinstance(part, ast.Name)
     }
+
+
+def _copies(script: Script) -> Iterator[Finding]:
+    registered = _registered(script)
     loops = script.training_loops()
     own_averages = {
         call
@@ -496,6 +598,7 @@ def _seeds(script: Script) -> Iterator[Finding]:
 STATE_RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _values,
     _learning_rates,
+    _histories,
     _copies,
     _averages,
     _made_in_loops,

@@ -132,6 +132,8 @@ def _checked(source: str) -> list[Finding]:
         ),
         ("best = 9.0", "if value < best:\n    best, at = measure()", "best = 9.0"),
         ("count = 0", "count += 1\nif count > 5:\n    break", "count = 0"),
+        ("seen = []", "seen.append(epoch)\nif len(seen) > 5:\n    break", "seen = []"),
+        ("log = {'a': [], 'b': []}", "log['a'].append(1)\nshow(log)", "log = {'a': [], 'b': []}"),
         ("ema = copy.deepcopy(net)", "update(ema, net)", "ema = copy.deepcopy(net)"),
         ("dist.init_process_group()", "", "dist.init_process_group()"),
         ("net = nn.DataParallel(net)", "", "net = nn.DataParallel(net)"),
@@ -201,6 +203,11 @@ def test_a_line_is_reported(before: str, inside: str, line: str) -> None:
             "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nx = x.to(device)",
             "use(device)",
         ),
+        ("seen = []\nshoal.register_state(seen=seen)", "seen.append(epoch)\nshow(seen)"),
+        ("seen = []", "seen = []\nseen.append(epoch)\nshow(seen)"),
+        ("seen = []", "seen.append(epoch)"),
+        ("seen = [1, 2]", "show(seen)"),
+        ("cache = {}", "if epoch not in cache:\n    cache[epoch] = load()\nshow(cache[epoch])"),
         # counts that the loop does not read, or that start again in each epoch
         ("n = 0", "n += 1"),
         ("n = 0", "n = 0\nfor each in rows:\n    n += 1\nlog(n)"),
@@ -334,6 +341,39 @@ def test_validation_on_batches_that_the_script_makes_is_reported(body: str, repo
         source = f"{helper}{_START}{function}{_LOOP}{textwrap.indent(call, '    ')}\n"
         found = check(source) or []
         assert ["every rank validates" in each.what for each in found] == [True] * expected
+
+
+@pytest.mark.parametrize("change", ["log[epoch] = value", "log.update(a=value)", "log[0] += value"])
+def test_a_dictionary_of_results_that_is_read_after_the_loop_is_reported(change: str) -> None:
+    (found,) = check(f"{_START}log = {{}}\n{_LOOP}    {change}\nshow(log)\n") or []
+    assert found.what.startswith("the training loop adds to log, but a worker that joins later")
+    assert found.remedy.startswith("shoal.register_state(log=log) below this line")
+
+
+_MAIN = "if shoal.is_main_process():\n    "
+_WRITER = "from torch.utils.tensorboard import SummaryWriter\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "lines"),
+    [
+        (f"{_MAIN}file = open('a.csv', 'a')\n    log = csv.writer(file)", "log.writerow([1])", 1),
+        (
+            f"{_WRITER}first = shoal.is_main_process()\nw = SummaryWriter() if first else None",
+            "if w:\n    w.add_scalar('a', 1)",
+            1,
+        ),
+        (f"{_MAIN}text = open('a.csv').read()", "show(text)", 0),
+        (f"{_MAIN}file = open('a.csv', 'w')\n    file.write('epoch')\n    file.close()", "", 0),
+        ("", f"{_MAIN}file = open('a.csv', 'a')\n    file.write('1')", 0),
+    ],
+)
+def test_a_file_or_writer_that_the_main_process_keeps_open_is_reported(
+    before: str, inside: str, lines: int
+) -> None:
+    found = _found(before, inside)
+    assert len(found) == lines
+    assert all("open(" in each or "SummaryWriter(" in each for each in found)
 
 
 def test_values_that_decide_together_are_registered_by_one_call() -> None:

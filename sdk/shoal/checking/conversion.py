@@ -55,6 +55,7 @@ from shoal.checking.surroundings import (
 MARK: Final = "# shoal: "
 _NANOGPT: Final = "docs/migration/nanogpt.md"
 _CLASSIFIER: Final = "docs/migration/classifier.md"
+_ACCUMULATION: Final = "docs/guides/accumulation.md"
 _OTHER_LIBRARIES: Final = {
     "torch.distributed": "migration/ddp.md",
     "torch.nn.parallel": "migration/ddp.md",
@@ -189,7 +190,7 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
             refusals = _outer_training_loops(script)
             if refusals:
                 convert_rest(script, refusals[0], _trained(script, refusals[0]), found, edits)
-    pages = [_page(script, loop) for loop in refusals]
+    pages = [_page(script, loop, obstacles) for loop in refusals]
     for loop, page in zip(refusals, pages, strict=True):
         edits.before(loop.lineno, f"{edits.indent(loop.lineno)}{_refusal_of_loop(page)}\n")
     converted = edits.apply()
@@ -238,14 +239,16 @@ def _outer_training_loops(script: Script) -> list[Loop]:
     ]
 
 
-def _page(script: Script, loop: Loop) -> str:
-    """Returns the page that shows how to convert a loop of this kind."""
+def _page(script: Script, loop: Loop, obstacles: list[_Unclear]) -> str:
+    """Returns the page that shows how to convert a loop of this kind. `obstacles`: reasons why it
+    was not converted."""
     loaders = script.once(all_loaders)
-    over_loader = any(
-        isinstance(part, ast.For) and loaders.of(part.iter)
-        for part in script.once(Sources).executed_by[loop]
-    )
-    return _CLASSIFIER if over_loader and isinstance(loop, ast.For) else _NANOGPT
+    executed = script.once(Sources).executed_by[loop]
+    over_loader = any(isinstance(part, ast.For) and loaders.of(part.iter) for part in executed)
+    if not over_loader or not isinstance(loop, ast.For):
+        return _NANOGPT
+    only_accumulates = all(str(each).endswith(_ACCUMULATION) for each in obstacles)
+    return _CLASSIFIER if any(averages(script)) or not only_accumulates else _ACCUMULATION
 
 
 def _refusal_of_loop(page: str) -> str:
@@ -503,9 +506,7 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
     """Returns the name of the optimizer, and the statement that performs its step."""
     for loop, branch in accumulating_loops(script):
         if loop is inner:
-            raise _Unclear(
-                "gradients accumulate over several batches: docs/guides/accumulation.md", branch
-            )
+            raise _Unclear(f"gradients accumulate over several batches: {_ACCUMULATION}", branch)
     names = {ast.unparse(each.targets[0]) for each in created_optimizers(script)}
     calls = [
         call
@@ -762,6 +763,14 @@ def _check_names(
         for node in ast.walk(part) if part not in early else ():
             if node in copied and ast.unparse(node) == model:
                 raise _Unclear(EARLY_AVERAGE, part)
+            if is_name(node, model) and _is_copied(script, node):
+                raise _Unclear(
+                    f"{model} is copied before as_distributed gives it this rank's "
+                    "device and rank 0's weights; move this line below the one that creates "
+                    f"{optimizer}, or average with torch.optim.swa_utils.AveragedModel, and run "
+                    "`shoal init` again",
+                    node,
+                )
             if _takes_hold(script, node, model) and not _names_again(part, model):
                 raise _Unclear(
                     f"other code may keep a reference to {model} from before as_distributed "
@@ -833,6 +842,12 @@ def _touched(script: Script, between: list[ast.stmt], made: ast.stmt, average: s
         ):
             return True
     return False
+
+
+def _is_copied(script: Script, node: ast.AST) -> bool:
+    """Returns whether a node is the argument of copy.deepcopy."""
+    parent = next(script.above(node))
+    return isinstance(parent, ast.Call) and script.full_name(parent.func) == "copy.deepcopy"
 
 
 def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:

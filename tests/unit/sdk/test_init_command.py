@@ -405,6 +405,11 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_MADE, f"other = model\n{_MADE}", "may keep a reference to"),
         (
             _MADE,
+            f"import copy\naverage = copy.deepcopy(model)\n{_MADE}",
+            "move this line below the one that creates optimizer",
+        ),
+        (
+            _MADE,
             f"average = torch.optim.swa_utils.AveragedModel(model)\nprint(average)\n{_MADE}",
             "an average created above as_distributed",
         ),
@@ -506,6 +511,21 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
         ("the training loop has a break, continue or return", "break"),
     ]
     assert "micro_batch_size=" in (tmp_path / "plain_elastic.py").read_text()
+
+
+def test_a_loop_that_only_accumulates_gets_the_page_about_accumulation() -> None:
+    counted = f"        if i % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
+    source = (
+        _PLAIN.replace(
+            "for images, labels in loader:", "for i, (images, labels) in enumerate(loader):"
+        )
+        .replace("        optimizer.zero_grad()\n", "")
+        .replace(_STEP, counted)
+    )
+    conversion = convert(source)
+    assert conversion is not None
+    assert conversion.page == "docs/guides/accumulation.md"
+    assert len(conversion.obstacles) == 1
 
 
 @pytest.mark.parametrize(

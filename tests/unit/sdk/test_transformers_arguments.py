@@ -182,6 +182,35 @@ def _counted(training_step: Callable[..., Any], seen: list[int]) -> Callable[...
     return counted
 
 
+def test_progress_in_an_epoch_counts_batches_as_transformers_does(tmp_path: Path) -> None:
+    """Four batches of two samples: the first step has three, the last one has one."""
+    import transformers
+
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "logging_steps": 1,
+        "max_steps": 4,
+    }
+    trainer = make(tmp_path, **arguments)
+    trainer.train()
+    settings = transformers.TrainingArguments(
+        str(tmp_path),
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        use_cpu=True,
+        **arguments,
+    )
+    theirs = transformers.Trainer(Net(), settings, train_dataset=DATA)
+    theirs.train()
+    epochs = [
+        [entry["epoch"] for entry in each.state.log_history if "loss" in entry]
+        for each in (trainer, theirs)
+    ]
+    assert epochs == [[0.75, 1.0, 1.75, 2.0]] * 2
+
+
 def test_output_dir_of_another_run_is_refused_before_the_first_step(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"save_strategy": "steps", "per_device_train_batch_size": 2}
     make(tmp_path, **arguments, max_steps=4, save_steps=4).train()

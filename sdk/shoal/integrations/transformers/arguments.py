@@ -191,6 +191,18 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
     return {"shuffle": False} if sampler is None else {"sampler": sampler}
 
 
+def progress_in_epoch(loader: ElasticDataLoader, steps: int, steps_in_epoch: int) -> float:
+    """Returns the part of an epoch that the first `steps` of its `steps_in_epoch` steps cover. Like
+    transformers, counts batches of `per_device_train_batch_size` samples, because the last step of
+    an epoch may have fewer of them."""
+    if not has_length(loader):
+        return steps / steps_in_epoch
+    plan = loader.plan
+    batch_size = plan.micro_batch_size or plan.global_batch_size
+    done = min(steps * plan.global_batch_size, plan.counted)
+    return math.ceil(done / batch_size) / math.ceil(plan.counted / batch_size)
+
+
 def lengths(args: TrainingArguments, loader: ElasticDataLoader) -> tuple[int, int, int]:
     """Returns the number of steps per epoch, the number of epochs, and the total number of
     steps."""

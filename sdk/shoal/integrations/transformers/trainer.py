@@ -45,6 +45,7 @@ from shoal.integrations.transformers.arguments import (
     check_class,
     lengths,
     order_of,
+    progress_in_epoch,
 )
 from shoal.integrations.transformers.evaluation import concatenated
 from shoal.integrations.transformers.loop_counters import Progress
@@ -329,7 +330,9 @@ class Trainer(transformers.Trainer):
             self._announce_saves(steps_in_epoch)
             if self._train_step(model, step, logged):
                 self.state.global_step = loader.global_step
-                self.state.epoch = epoch + (step.number + 1) / steps_in_epoch
+                self.state.epoch = epoch + progress_in_epoch(
+                    loader, step.number + 1, steps_in_epoch
+                )
                 self.control = self.callback_handler.on_step_end(
                     self.args, self.state, self.control
                 )

@@ -555,13 +555,13 @@ def save_checkpoint(
         )
     metric = _metric(best, mode)
     session = current_session()
-    saver, place = CheckpointSaver.of(session), Place.of(directory, session.settings)
+    saver = CheckpointSaver.of(session)
     if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
-        saver.announce(session, place, step=(session.steps // every_steps + 1) * every_steps)
+        saver.announce(session, directory, step=(session.steps // every_steps + 1) * every_steps)
         return
     saver.save(
         session,
-        place,
+        Place.of(directory, session.settings),
         keep=keep,
         sharded=sharded,
         frozen=frozen,

@@ -105,8 +105,8 @@ class CheckpointSaver:
         self._checked: tuple[str, str] | None = None
         """URL and run of the newest save for which the object store has been checked. The same on
         all ranks that took part in that save."""
-        self._announced: set[Path] = set()
-        """Directories for which `announce` has been called."""
+        self._announced: set[str] = set()
+        """Directories and URLs for which `announce` has been called."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
@@ -118,15 +118,17 @@ class CheckpointSaver:
             session.on_close(lambda: saver._leave(session))
         return _savers[session]
 
-    def announce(self, session: Session, place: Place, *, step: int) -> None:
+    def announce(self, session: Session, directory: str | Path, *, step: int) -> None:
         """Reports a later save early: on the first rank, raises ConfigurationError in the first
         call for a directory if the save of step `step` would be refused because of another run's
         checkpoints. Without this, a user would learn of it after hours of training. Does nothing
         for a URL, for which the check takes requests to the object store."""
-        directory = place.local(session.run)
-        if place.url is None and session.is_first and directory not in self._announced:
-            self._announced.add(directory)
-            check_place(directory, step, session.run)
+        if str(directory) in self._announced:
+            return
+        self._announced.add(str(directory))
+        place = Place.of(directory, session.settings)
+        if place.url is None and session.is_first:
+            check_place(place.local(session.run), step, session.run)
 
     def save(
         self,

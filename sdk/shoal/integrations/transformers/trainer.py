@@ -291,9 +291,7 @@ class Trainer(transformers.Trainer):
         if strategy in ("steps", "epoch"):
             every = self.state.save_steps if strategy == "steps" else steps_in_epoch
             CheckpointSaver.of(session).announce(
-                session,
-                Place.of(self.args.output_dir, session.settings),
-                step=(session.steps // every + 1) * every,
+                session, self.args.output_dir, step=(session.steps // every + 1) * every
             )
 
     def _register_state(self) -> None:

@@ -177,7 +177,7 @@ def _kept_open(script: Script) -> Iterator[Finding]:
             if script.is_in_training_loop(made):
                 continue
             kept = _made_from(script, {each for each, _ in assigned(made)})
-            if used := sorted(each for each in kept if any(has_name(loop, each) for loop in loops)):
+            if used := sorted(each for each in kept if any(_reads(loop, each) for loop in loops)):
                 yield finding(
                     call,
                     f"{used[0]} is missing after another rank has become the main process",
@@ -187,6 +187,12 @@ def _kept_open(script: Script) -> Iterator[Finding]:
                     else "`if shoal.is_main_process():` in the loop, and in it `with open(..., "
                     "'a') as file:`, for each write",
                 )
+
+
+def _reads(loop: Loop, name: str) -> bool:
+    """Returns whether a loop reads a variable that it does not set itself."""
+    uses = [node.ctx for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
+    return bool(uses) and all(isinstance(use, ast.Load) for use in uses)
 
 
 def _is_of_main_process(script: Script, call: ast.Call) -> bool:

@@ -366,6 +366,11 @@ _WRITER = "from torch.utils.tensorboard import SummaryWriter\n"
         (f"{_MAIN}text = open('a.csv').read()", "show(text)", 0),
         (f"{_MAIN}file = open('a.csv', 'w')\n    file.write('epoch')\n    file.close()", "", 0),
         ("", f"{_MAIN}file = open('a.csv', 'a')\n    file.write('1')", 0),
+        (
+            f"{_MAIN}file = open('a.csv', 'w')\n    file.write('epoch')",
+            f"{_MAIN}with open('a.csv', 'a') as file:\n        file.write('1')",
+            0,
+        ),
     ],
 )
 def test_a_file_or_writer_that_the_main_process_keeps_open_is_reported(

@@ -476,7 +476,7 @@ def placements(script: Script, device: ast.expr) -> Iterator[ast.Call]:
                     use
                     for target in above.targets
                     if isinstance(target, ast.Name)
-                    for use in uses(script, target)
+                    for use in script.uses(target)
                 )
             elif isinstance(above, ast.Call) and below is not above.func:
                 if isinstance(below, ast.keyword):
@@ -493,26 +493,6 @@ def placements(script: Script, device: ast.expr) -> Iterator[ast.Call]:
                 below = above
                 continue
             break
-
-
-def uses(script: Script, variable: ast.Name) -> Iterator[ast.Name]:
-    """Yields the places that read a variable: in its own scope and, if it is the module's, in
-    functions that have no variable of this name."""
-    scope = script.scope(variable)
-    named = [node for node in script.of_type(ast.Name) if node.id == variable.id]
-    own = {script.scope(node) for node in named if not isinstance(node.ctx, ast.Load)}
-    own |= {
-        function
-        for function in script.of_type(ast.FunctionDef, ast.AsyncFunctionDef)
-        for each in ast.walk(function.args)
-        if isinstance(each, ast.arg) and each.arg == variable.id
-    }
-    for node in named:
-        within = script.scope(node)
-        if isinstance(node.ctx, ast.Load) and (
-            within is scope or (scope is None and within not in own)
-        ):
-            yield node
 
 
 _TRAINERS: Final = re.compile(r"(transformers|trl)\.(?:\w+\.)*((?:Seq2Seq|SFT|DPO)?Trainer)")

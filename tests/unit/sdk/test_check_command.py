@@ -212,6 +212,78 @@ def test_a_line_is_not_reported(before: str, inside: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("hist = []", "hist.append(evaluate())", "shoal.print_once(min(hist))"),
+        ("hist = []", "if optimizer.step():\n    hist.append(1)\n    log(hist[-1])", ""),
+        ("hist = []", "hist += [evaluate()]", "plot(hist)"),
+        ("hist: dict = {'loss': [], 'n': 0}", "hist['loss'].append(1)", "plot(hist)"),
+        ("hist = {}", "hist.setdefault('loss', []).append(1)", "plot(hist)"),
+        ("hist = {}", "hist[epoch] = evaluate()", "plot(hist)"),
+        ("hist = defaultdict(list)", "hist['loss'].append(1)", "plot(hist)"),
+        ("counts = {'all': 0}", "counts['all'] += 1", "plot(counts)"),
+        ("seen = set()", "seen.add(epoch)", "plot(seen)"),
+        (
+            "hist = []\ndef add(x):\n    hist.append(x)\ndef save():\n    write(hist)",
+            "add(1)",
+            "save()",
+        ),
+        ("total = 0.0", "total += value", "shoal.print_once(total)"),
+        ("total = 0.0", "total = total + value\nif epoch % 2:\n    log(total)\n    total = 0", ""),
+        ("n = 0", "n += 1", "shoal.print_once(n)"),
+    ],
+)
+def test_a_collection_or_a_sum_that_a_joiner_lacks_is_reported(
+    before: str, inside: str, after: str
+) -> None:
+    script = f"{_START}{before}\n{_LOOP}{textwrap.indent(inside, '    ')}\n{after}\n"
+    (found,) = check(script) or []
+    assert found.line == 1 + _START.count("\n")
+    assert found.what.startswith("the training loop adds to")
+    name = before.partition(" ")[0].rstrip(":")
+    assert found.remedy.startswith(
+        (f"shoal.register_state({name}={name})", f"run = shoal.register_state({name}=0")
+    )
+    if "def " not in before:
+        body = f"{before}\n{_LOOP}{textwrap.indent(inside, '    ')}\n{after}"
+        main = textwrap.indent(body, "    ")
+        assert len(check(f"{_START}def main():\n{main}\nmain()\n") or []) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("hist = []\nshoal.register_state(hist=hist)", "hist.append(1)", "plot(hist)"),
+        ("run = shoal.register_state(hist=[])", "run.hist.append(1)", "plot(run.hist)"),
+        ("hist = []", "hist.append(1)", ""),
+        ("hist = []", "hist = []\nhist.append(1)\nlog(hist)", ""),
+        ("hist = []", "hist.clear()\nhist.append(1)\nlog(hist)", ""),
+        ("", "hist = []\nhist.append(1)\nlog(hist)", ""),
+        ("cache = {}", "if epoch not in cache:\n    cache[epoch] = f()\ng(cache[epoch])", ""),
+        ("state = {}", "state['model'] = f()", "save(state)"),
+        ("moved = {}", "for k in batch:\n    moved[k] = batch[k]", "f(moved)"),
+        ("times = []", "times.append(time.time() - start)", "plot(times)"),
+        ("spent = 0.0", "spent += time.perf_counter() - start", "log(spent)"),
+        ("total = 0.0", "log(total)\ntotal = 0.0\ntotal += value", ""),
+        ("names = []\nnames.append(1)", "log(names)", ""),
+    ],
+)
+def test_a_collection_or_a_sum_of_an_epoch_or_a_process_is_not_reported(
+    before: str, inside: str, after: str
+) -> None:
+    script = f"{_START}{before}\n{_LOOP}{textwrap.indent(inside, '    ')}\n{after}\n"
+    assert check(script) == []
+
+
+def test_a_sum_in_a_function_for_one_epoch_is_not_reported() -> None:
+    function = f"def train_epoch():\n    hist, n = [], 0\n{textwrap.indent(_LOOP, '    ')}"
+    function += "        n += 1\n        hist.append(n)\n    return hist, n\n"
+    function = function.replace("for epoch in loader.epochs(3):", "if True:")
+    script = f"{_START}{function}for epoch in loader.epochs(3):\n    log(train_epoch())\n"
+    assert check(script) == []
+
+
+@pytest.mark.parametrize(
     ("before", "lines"),
     [
         ("device = 'cuda' if ready else 'cpu'\nnet.to(device)", 1),

@@ -62,6 +62,8 @@ _STARTS_RECORD: Final = (
     "torch.utils.tensorboard.writer.SummaryWriter",
     "tensorboardX.SummaryWriter",
 )
+_TRACKERS: Final = {"wandb": "WandB", "mlflow": "MLflow"}
+"""Counterparts in Shoal of libraries that record numbers; TensorBoard's for the others."""
 _LOGGERS: Final = ("logging.basicConfig", "logging.FileHandler", "logging.config.dictConfig")
 BARS: Final = frozenset(
     f"{module}.{name}"
@@ -102,17 +104,82 @@ def _files(script: Script) -> Iterator[Finding]:
 
 def _open_files(script: Script) -> set[str]:
     """Returns the names of variables that are open files."""
-    opened: list[tuple[ast.AST | None, ast.AST]] = [
+    return {
+        name.id
+        for name, value in script.once(_bindings)
+        if isinstance(value, ast.Call) and last_name(value) == "open"
+    }
+
+
+def _bindings(script: Script) -> list[tuple[ast.Name, ast.expr]]:
+    """Returns the variables that an assignment or a `with` statement binds, with their values."""
+    found: list[tuple[ast.AST | None, ast.expr]] = [
         (item.optional_vars, item.context_expr)
         for node in script.of_type(ast.With)
         for item in node.items
     ]
-    opened += [(node.targets[0], node.value) for node in script.of_type(ast.Assign)]
-    return {
-        name.id
-        for name, value in opened
-        if isinstance(name, ast.Name) and isinstance(value, ast.Call) and last_name(value) == "open"
-    }
+    found += [
+        (target, node.value) for node in script.of_type(ast.Assign) for target in node.targets
+    ]
+    return [(name, value) for name, value in found if isinstance(name, ast.Name)]
+
+
+def _kept_open(script: Script) -> Iterator[Finding]:
+    """Reports files and writers that only the main process opens above a training loop that uses
+    them."""
+    sources = script.once(Sources)
+    for loop in sources.outer_loops():
+        executed = {*ast.walk(loop), *sources.executed_by[loop]}
+        called = {script.full_name(each.func) for each in executed if isinstance(each, ast.Call)}
+        for call in script.calls():
+            name = script.full_name(call.func)
+            record = name in _STARTS_RECORD
+            if (
+                not (record or (last_name(call) == "open" and _written_path(name, call)))
+                or not any(
+                    isinstance(above, ast.If | ast.IfExp) and script.mentions_rank(above.test)
+                    for above in script.above(call)
+                )
+                or script.scope(call) not in script.unguarded_scopes
+                or script.is_in_training_loop(call)
+            ):
+                continue
+            library = name.partition(".")[0]
+            if _is_used(script, call, executed) or (
+                library in ("wandb", "mlflow")
+                and any(each.startswith(f"{library}.") for each in called)
+            ):
+                yield finding(
+                    call,
+                    f"only the first main process calls {last_name(call)}(); if it dies, another "
+                    f"rank takes its place without the {'writer' if record else 'file'}",
+                    _tracker(name)
+                    if record
+                    else "`if shoal.is_main_process():` and below it `with open(path, 'a') as "
+                    "file:`, for each write: docs/guides/side-effects.md",
+                )
+
+
+def _tracker(name: str) -> str:
+    """Returns the remedy for a function that starts a record."""
+    tracker = _TRACKERS.get(name.partition(".")[0], "TensorBoard")
+    return f"shoal.track(shoal.{tracker}(...)) with shoal.report(...)"
+
+
+def _is_used(script: Script, call: ast.Call, executed: set[ast.AST]) -> bool:
+    """Returns whether one of the nodes `executed` uses the result of a call, directly or as part of
+    another object, such as the file of a csv.writer."""
+    left: list[ast.AST] = [call]
+    followed = set[ast.AST]()
+    while left:
+        node = left.pop()
+        for name, value in script.once(_bindings):
+            if name not in followed and any(part is node for part in ast.walk(value)):
+                followed.add(name)
+                left += script.uses(name)
+        if node in executed:
+            return True
+    return False
 
 
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
@@ -206,8 +273,7 @@ def _output(script: Script) -> Iterator[Finding]:
                 call,
                 f"{last_name(call)}() on every rank writes one record per worker, and another for "
                 "each replacement",
-                "shoal.track(shoal.TensorBoard(...)) with shoal.report(...); a writer that is "
-                "opened only in the main process is missing once another rank takes its place",
+                f"{_tracker(name)}; a writer that is opened only in the main process is missing once another rank takes its place",
             )
 
 
@@ -565,6 +631,7 @@ def _not_distributed(script: Script) -> Iterator[Finding]:
 
 _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _files,
+    _kept_open,
     _output,
     _data,
     _sources,

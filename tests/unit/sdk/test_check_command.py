@@ -283,6 +283,66 @@ def test_a_sum_in_a_function_for_one_epoch_is_not_reported() -> None:
     assert check(script) == []
 
 
+_MAIN = "if shoal.is_main_process():\n    "
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "remedy"),
+    [
+        (f"{_MAIN}log = open('a.csv', 'a')", f"{_MAIN}log.write('x')", "with open(path, 'a')"),
+        (
+            f"import csv\nrows = None\n{_MAIN}log = open('a.csv', 'w'); rows = csv.writer(log)",
+            "if rows:\n    rows.writerow([epoch])",
+            "with open(path, 'a')",
+        ),
+        (
+            f"import csv\n{_MAIN}rows = csv.writer(open('a.csv', 'w'))",
+            f"{_MAIN}rows.writerow([epoch])",
+            "with open(path, 'a')",
+        ),
+        (
+            f"from pathlib import Path\n{_MAIN}log = Path('a.csv').open('a')",
+            f"{_MAIN}log.write('x')",
+            "with open(path, 'a')",
+        ),
+        (
+            "from torch.utils.tensorboard import SummaryWriter\n"
+            "writer = SummaryWriter('runs') if shoal.is_main_process() else None",
+            "if writer:\n    writer.add_scalar('x', 1, epoch)",
+            "shoal.track(",
+        ),
+        (f"import wandb\n{_MAIN}wandb.init()", f"{_MAIN}wandb.log({{}})", "shoal.WandB("),
+        (
+            "main = shoal.is_main_process()\nif main:\n    log = open('a', 'a')\n"
+            "def note():\n    if main:\n        log.write('x')",
+            "note()",
+            "with open(path, 'a')",
+        ),
+    ],
+)
+def test_a_file_that_only_the_first_main_process_opens_is_reported(
+    before: str, inside: str, remedy: str
+) -> None:
+    script = f"{_START}{before}\n{_LOOP}{textwrap.indent(inside, '    ')}\n"
+    (found,) = check(script) or []
+    assert "another rank takes its place" in found.what
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ("", f"{_MAIN}with open('a.csv', 'a') as log:\n        log.write('x')"),
+        ("", f"{_MAIN}log = open('a.csv', 'a')\n    log.write('x')"),
+        (f"{_MAIN}log = open('a.csv', 'a')\n    log.write('x')", ""),
+        (f"{_MAIN}config = open('a.json')", f"{_MAIN}f(config)"),
+        (f"import wandb\n{_MAIN}wandb.init()", ""),
+    ],
+)
+def test_a_file_that_the_loop_does_not_keep_open_is_not_reported(before: str, inside: str) -> None:
+    assert _found(before, inside) == []
+
+
 @pytest.mark.parametrize(
     ("before", "lines"),
     [

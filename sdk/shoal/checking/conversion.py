@@ -55,6 +55,7 @@ from shoal.checking.surroundings import (
 MARK: Final = "# shoal: "
 _NANOGPT: Final = "docs/migration/nanogpt.md"
 _CLASSIFIER: Final = "docs/migration/classifier.md"
+_ACCUMULATION: Final = "docs/guides/accumulation.md"
 _OTHER_LIBRARIES: Final = {
     "torch.distributed": "migration/ddp.md",
     "torch.nn.parallel": "migration/ddp.md",
@@ -231,11 +232,13 @@ def _distributed_already(script: Script) -> Iterator[_Unclear]:
 def _page(script: Script, loop: Loop) -> str:
     """Returns the page that shows how to convert a loop of this kind."""
     loaders = script.once(all_loaders)
-    over_loader = any(
-        isinstance(part, ast.For) and loaders.of(part.iter)
-        for part in script.once(Sources).executed_by[loop]
-    )
-    return _CLASSIFIER if over_loader and isinstance(loop, ast.For) else _NANOGPT
+    executed = script.once(Sources).executed_by[loop]
+    over_loader = any(isinstance(part, ast.For) and loaders.of(part.iter) for part in executed)
+    if not over_loader or not isinstance(loop, ast.For):
+        return _NANOGPT
+    if any(inner in executed for inner, _ in accumulating_loops(script)):
+        return _ACCUMULATION
+    return _CLASSIFIER
 
 
 def _refusal_of_loop(page: str) -> str:
@@ -493,9 +496,7 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
     """Returns the name of the optimizer, and the statement that performs its step."""
     for loop, branch in accumulating_loops(script):
         if loop is inner:
-            raise _Unclear(
-                "gradients accumulate over several batches: docs/guides/accumulation.md", branch
-            )
+            raise _Unclear(f"gradients accumulate over several batches: {_ACCUMULATION}", branch)
     names = {ast.unparse(each.targets[0]) for each in created_optimizers(script)}
     calls = [
         call

@@ -273,7 +273,8 @@ def _output(script: Script) -> Iterator[Finding]:
                 call,
                 f"{last_name(call)}() on every rank writes one record per worker, and another for "
                 "each replacement",
-                f"{_tracker(name)}; a writer that is opened only in the main process is missing once another rank takes its place",
+                f"{_tracker(name)}; a writer that is opened only in the main process is missing "
+                "once another rank takes its place",
             )
 
 

@@ -343,6 +343,7 @@ def _check_that_loops_are_refused(source: str) -> None:
 
 _IMPORTS = "from torch.optim.swa_utils import AveragedModel\nfrom tqdm import tqdm, trange\n"
 _RANGE = "for epoch in range(300):"
+_COUNTED = "for i, (images, labels) in enumerate(loader):"
 _STEP = "        optimizer.step()"
 _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
 
@@ -468,6 +469,24 @@ def test_unconverted_loop_names_what_to_write_instead(
     assert f"places marked '{MARK.strip()}'" in shown
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "page"),
+    [
+        (_STEP, f"{_STEP}\n        if loss < 1: break", "docs/migration/classifier.md"),
+        (_STEP, f"        if i % 2 == 1:\n    {_STEP}", "docs/guides/accumulation.md"),
+        (_RANGE, "while True:", "docs/migration/nanogpt.md"),
+    ],
+)
+def test_error_above_an_unconverted_loop_names_the_page_for_its_kind(
+    old: str, new: str, page: str
+) -> None:
+    counted = _PLAIN.replace("for images, labels in loader:", _COUNTED)
+    conversion = convert(counted.replace(old, new))
+    assert conversion is not None
+    assert conversion.page == page
+    assert f"is not converted yet: {page}" in conversion.source
+
+
 def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     plain = tmp_path / "plain.py"
     counted = f"        if i % 2 == 1:\n    {_STEP}\n    {_STEP.replace('step', 'zero_grad')}"
@@ -483,7 +502,7 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["init", "--from", str(plain)]).stdout.splitlines()
     at = shown.index(
         "the training loop was not converted, so the copy ends with an error above it; "
-        "docs/migration/classifier.md shows how to convert it:"
+        "docs/guides/accumulation.md shows how to convert it:"
     )
     listed = [each.strip() for each in shown[at + 1 : at + 5]]
     lines = ["", *map(str.strip, source.splitlines())]
@@ -517,7 +536,7 @@ def test_all_obstacles_are_listed_by_line(tmp_path: Path) -> None:
         ("memmap", "for it in range(MAX_ITERS):", "loader.epochs(max_steps=n)"),
         ("gpt", "        for k in range(eval_iters):", "shoal.evaluate(model, loader, fn)"),
         ("gpt", "raise SystemExit(", "convert the loop as in docs/migration/nanogpt.md"),
-        ("classifier", "    raise SystemExit(", "as in docs/migration/classifier.md"),
+        ("classifier", "    raise SystemExit(", "as in docs/guides/accumulation.md"),
         ("classifier", "        torch.save(ema.module.s", "consume_prefix_in_state_dict_if_presen"),
         ("classifier", "            if (i + 1) % args.accum_steps == 0", "loader.steps()"),
     ],

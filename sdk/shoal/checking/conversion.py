@@ -187,7 +187,7 @@ def convert(source: str, name: str = "<script>") -> Conversion | None:
             convert_rest(script, shape.epochs, shape.trained, found, edits)
             _convert_loop(shape, edits)
         else:
-            refusals = _outer_training_loops(script)
+            refusals = script.once(Sources).outer_loops()
             if refusals:
                 convert_rest(script, refusals[0], _trained(script, refusals[0]), found, edits)
     pages = [_page(script, loop, obstacles) for loop in refusals]
@@ -227,16 +227,6 @@ def _distributed_already(script: Script) -> Iterator[_Unclear]:
             return
     if script.imports("shoal"):
         yield _Unclear("the script already uses Shoal")
-
-
-def _outer_training_loops(script: Script) -> list[Loop]:
-    """Returns the training loops that no other training loop executes."""
-    executed = {loop: {*nodes} for loop, nodes in script.once(Sources).executed_by.items()}
-    return [
-        loop
-        for loop in executed
-        if not any(loop in nodes for other, nodes in executed.items() if other is not loop)
-    ]
 
 
 def _page(script: Script, loop: Loop, obstacles: list[_Unclear]) -> str:

@@ -14,16 +14,7 @@ from typing import Final
 
 from shoal.checking.findings import Finding, finding
 from shoal.checking.loaders import Loaders
-from shoal.checking.script import (
-    Loop,
-    Script,
-    argument,
-    assigned,
-    has_name,
-    is_no_grad,
-    last_name,
-    words_in,
-)
+from shoal.checking.script import Loop, Script, argument, is_name, is_no_grad, last_name, words_in
 from shoal.checking.sources import Sources
 from shoal.checking.state import STATE_RULES
 from shoal.checking.steps import accumulating_loops, sums_of_losses
@@ -71,6 +62,8 @@ _STARTS_RECORD: Final = (
     "torch.utils.tensorboard.writer.SummaryWriter",
     "tensorboardX.SummaryWriter",
 )
+_TRACKERS: Final = {"wandb": "WandB", "mlflow": "MLflow"}
+"""Counterparts in Shoal of libraries that record numbers; TensorBoard's for the others."""
 _LOGGERS: Final = ("logging.basicConfig", "logging.FileHandler", "logging.config.dictConfig")
 BARS: Final = frozenset(
     f"{module}.{name}"
@@ -111,17 +104,84 @@ def _files(script: Script) -> Iterator[Finding]:
 
 def _open_files(script: Script) -> set[str]:
     """Returns the names of variables that are open files."""
-    opened: list[tuple[ast.AST | None, ast.AST]] = [
+    return {
+        name.id
+        for name, value in script.once(_bindings)
+        if isinstance(value, ast.Call) and last_name(value) == "open"
+    }
+
+
+def _bindings(script: Script) -> list[tuple[ast.Name, ast.expr]]:
+    """Returns the variables that an assignment or a `with` statement binds, with their values."""
+    found: list[tuple[ast.AST | None, ast.expr]] = [
         (item.optional_vars, item.context_expr)
         for node in script.of_type(ast.With)
         for item in node.items
     ]
-    opened += [(node.targets[0], node.value) for node in script.of_type(ast.Assign)]
-    return {
-        name.id
-        for name, value in opened
-        if isinstance(name, ast.Name) and isinstance(value, ast.Call) and last_name(value) == "open"
-    }
+    found += [
+        (target, node.value) for node in script.of_type(ast.Assign) for target in node.targets
+    ]
+    return [(name, value) for name, value in found if isinstance(name, ast.Name)]
+
+
+def _kept_open(script: Script) -> Iterator[Finding]:
+    """Reports files and writers that only the main process opens above a training loop that uses
+    them."""
+    sources = script.once(Sources)
+    for loop in sources.outer_loops():
+        executed = {*ast.walk(loop), *sources.executed_by[loop]}
+        called = {script.full_name(each.func) for each in executed if isinstance(each, ast.Call)}
+        for call in script.calls():
+            name = script.full_name(call.func)
+            record = name in _STARTS_RECORD
+            if (
+                not (record or (last_name(call) == "open" and _written_path(name, call)))
+                or not any(
+                    isinstance(above, ast.If | ast.IfExp) and script.mentions_rank(above.test)
+                    for above in script.above(call)
+                )
+                or script.scope(call) not in script.unguarded_scopes
+                or script.is_in_training_loop(call)
+            ):
+                continue
+            library = name.partition(".")[0]
+            if _is_used(script, call, executed) or (
+                library in ("wandb", "mlflow")
+                and any(each.startswith(f"{library}.") for each in called)
+            ):
+                yield finding(
+                    call,
+                    f"only the first main process calls {last_name(call)}(); if it dies, another "
+                    f"rank takes its place without the {'writer' if record else 'file'}",
+                    _tracker(name)
+                    if record
+                    else "`if shoal.is_main_process():` and below it `with open(path, 'a') as "
+                    "file:`, for each write: docs/guides/side-effects.md",
+                )
+
+
+def _tracker(name: str) -> str:
+    """Returns the remedy for a function that starts a record."""
+    tracker = _TRACKERS.get(name.partition(".")[0], "TensorBoard")
+    return f"shoal.track(shoal.{tracker}(...)) with shoal.report(...)"
+
+
+def _is_used(script: Script, call: ast.Call, executed: set[ast.AST]) -> bool:
+    """Returns whether one of the nodes `executed` uses the result of a call, directly or as part of
+    another object, such as the file of a csv.writer."""
+    left: list[ast.AST] = [call]
+    followed = set[ast.AST]()
+    stored = {name for name, _ in script.once(_bindings)}  # set again in the loop
+    while left:
+        node = left.pop()
+        for name, value in script.once(_bindings):
+            if name not in followed and any(part is node for part in ast.walk(value)):
+                followed.add(name)
+                if not any(is_name(each, name.id) for each in executed & stored):
+                    left += script.uses(name)
+        if node in executed:
+            return True
+    return False
 
 
 def _written_path(name: str, call: ast.Call) -> ast.AST | None:
@@ -162,55 +222,6 @@ def _is_own(script: Script, path: ast.AST) -> bool:
         for node in script.of_type(ast.Assign)
         for target in node.targets
     )
-
-
-def _kept_open(script: Script) -> Iterator[Finding]:
-    loops = script.training_loops()
-    for made in script.of_type(ast.Assign):
-        calls = [each for each in ast.walk(made.value) if isinstance(each, ast.Call)]
-        for call in calls:
-            name = script.full_name(call.func)
-            is_record = name in _STARTS_RECORD
-            is_file = last_name(call) == "open" and _written_path(name, call) is not None
-            if not (is_record or is_file) or not _is_of_main_process(script, call):
-                continue
-            if script.is_in_training_loop(made):
-                continue
-            kept = _made_from(script, {each for each, _ in assigned(made)})
-            if used := sorted(each for each in kept if any(_reads(loop, each) for loop in loops)):
-                yield finding(
-                    call,
-                    f"{used[0]} is missing after another rank has become the main process",
-                    "shoal.track(shoal.TensorBoard(...)), or another sink, with shoal.report(...) "
-                    "on every rank"
-                    if is_record
-                    else "`if shoal.is_main_process():` in the loop, and in it `with open(..., "
-                    "'a') as file:`, for each write",
-                )
-
-
-def _reads(loop: Loop, name: str) -> bool:
-    """Returns whether a loop reads a variable that it does not set itself."""
-    uses = [node.ctx for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
-    return bool(uses) and all(isinstance(use, ast.Load) for use in uses)
-
-
-def _is_of_main_process(script: Script, call: ast.Call) -> bool:
-    """Returns whether a call runs only if the script's process is the main one."""
-    return any(
-        isinstance(above, ast.If | ast.IfExp) and script.mentions_rank(above.test)
-        for above in script.above(call)
-    )
-
-
-def _made_from(script: Script, names: set[str]) -> set[str]:
-    """Returns `names`, and the names of what is made from them, such as a csv.writer of a file."""
-    return names | {
-        name
-        for made in script.of_type(ast.Assign)
-        for name, value in assigned(made)
-        if isinstance(value, ast.Call) and any(has_name(value, each) for each in names)
-    }
 
 
 def _output(script: Script) -> Iterator[Finding]:
@@ -264,8 +275,8 @@ def _output(script: Script) -> Iterator[Finding]:
                 call,
                 f"{last_name(call)}() on every rank writes one record per worker, and another for "
                 "each replacement",
-                "shoal.track(shoal.TensorBoard(...)) with shoal.report(...); a writer that is "
-                "opened only in the main process is missing once another rank takes its place",
+                f"{_tracker(name)}; a writer that is opened only in the main process is missing "
+                "once another rank takes its place",
             )
 
 
@@ -534,7 +545,7 @@ def placements(script: Script, device: ast.expr) -> Iterator[ast.Call]:
                     use
                     for target in above.targets
                     if isinstance(target, ast.Name)
-                    for use in uses(script, target)
+                    for use in script.uses(target)
                 )
             elif isinstance(above, ast.Call) and below is not above.func:
                 if isinstance(below, ast.keyword):
@@ -551,26 +562,6 @@ def placements(script: Script, device: ast.expr) -> Iterator[ast.Call]:
                 below = above
                 continue
             break
-
-
-def uses(script: Script, variable: ast.Name) -> Iterator[ast.Name]:
-    """Yields the places that read a variable: in its own scope and, if it is the module's, in
-    functions that have no variable of this name."""
-    scope = script.scope(variable)
-    named = [node for node in script.of_type(ast.Name) if node.id == variable.id]
-    own = {script.scope(node) for node in named if not isinstance(node.ctx, ast.Load)}
-    own |= {
-        function
-        for function in script.of_type(ast.FunctionDef, ast.AsyncFunctionDef)
-        for each in ast.walk(function.args)
-        if isinstance(each, ast.arg) and each.arg == variable.id
-    }
-    for node in named:
-        within = script.scope(node)
-        if isinstance(node.ctx, ast.Load) and (
-            within is scope or (scope is None and within not in own)
-        ):
-            yield node
 
 
 _TRAINERS: Final = re.compile(r"(transformers|trl)\.(?:\w+\.)*((?:Seq2Seq|SFT|DPO)?Trainer)")

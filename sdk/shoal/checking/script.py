@@ -137,6 +137,25 @@ class Script:
             return f"{of}.{node.attr}" if of else ""
         return ""
 
+    def uses(self, variable: ast.Name) -> Iterator[ast.Name]:
+        """Yields the places that read a variable: in its own scope and, if it is the module's, in
+        functions that have no variable of this name."""
+        scope = self.scope(variable)
+        named = [node for node in self.of_type(ast.Name) if node.id == variable.id]
+        own = {self.scope(node) for node in named if not isinstance(node.ctx, ast.Load)}
+        own |= {
+            function
+            for function in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef)
+            for each in ast.walk(function.args)
+            if isinstance(each, ast.arg) and each.arg == variable.id
+        }
+        for node in named:
+            within = self.scope(node)
+            if isinstance(node.ctx, ast.Load) and (
+                within is scope or (scope is None and within not in own)
+            ):
+                yield node
+
     def imports(self, package: str) -> bool:
         """Returns whether the script imports the package or a name from it."""
         return any(

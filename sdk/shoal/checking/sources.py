@@ -96,6 +96,15 @@ class Sources:
             if origin.made_by is not None or not any(loop in nodes for nodes in by_epochs):
                 yield origin
 
+    def outer_loops(self) -> list[Loop]:
+        """Returns the training loops that no other training loop executes."""
+        executed = {loop: {*nodes} for loop, nodes in self.executed_by.items()}
+        return [
+            loop
+            for loop in executed
+            if not any(loop in nodes for other, nodes in executed.items() if other is not loop)
+        ]
+
     def makes_batches(self, loop: Loop) -> bool:
         """Returns whether each iteration of a loop makes a batch, as `x, y = get_batch("val")` and
         cuts from an array do."""

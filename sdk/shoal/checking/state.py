@@ -20,10 +20,11 @@ from shoal.checking.script import (
     last_name,
     words_in,
 )
-from shoal.checking.sources import over_epochs
+from shoal.checking.sources import Sources, over_epochs
 from shoal.checking.steps import (
     OPTIMIZER_WORDS,
     OPTIMIZERS,
+    additions,
     assigned_values,
     counters,
     distributed_names,
@@ -51,9 +52,15 @@ def _values(script: Script) -> Iterator[Finding]:
             for made, name, value in _plain_values(script, loop)
             if name not in known and _is_read_count(script, loop, name)
         ]
+        added = [
+            (made, name, value)
+            for made, name, value in _plain_values(script, loop)
+            if name not in known | {each for _, each, _ in read} and _is_sum(script, loop, name)
+        ]
         found = [(*each, "depends on {}") for each in decide]
         found += [(*each, "reads {}, the script's own count") for each in read]
-        steps = {name for _, name, _ in (*decide, *read) if _counts_steps(script, loop, name)}
+        found += [(*each, "adds to {}") for each in added]
+        steps = {name for _, name, *_ in found if _counts_steps(script, loop, name)}
         # one call for all values: a second one would replace `run`
         all_values = {name: ast.unparse(value) for _, name, value, _ in found if name not in steps}
         call = ", ".join(f"{name}={value}" for name, value in all_values.items())
@@ -81,14 +88,6 @@ def _carried_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, 
 def _plain_values(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, ast.AST]]:
     """Yields each plain value that the loop's scope assigns before the loop: the assignment, the
     name and the value."""
-    for made, name, value in _values_before(script, loop):
-        if _is_plain(value):
-            yield made, name, value
-
-
-def _values_before(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, ast.AST]]:
-    """Yields each value that the loop's scope assigns before the loop: the assignment, the name
-    and the value."""
     scope = script.scope(loop)
     block = script.tree.body if scope is None else scope.body
     for made in (node for part in block for node in ast.walk(part)):
@@ -98,7 +97,8 @@ def _values_before(script: Script, loop: Loop) -> Iterator[tuple[ast.AST, str, a
             and script.scope(made) is scope
         ):
             for name, value in assigned(made):
-                yield made, name, value
+                if _is_plain(value):
+                    yield made, name, value
 
 
 def _is_read_count(script: Script, loop: Loop, name: str) -> bool:
@@ -114,6 +114,164 @@ def _is_read_count(script: Script, loop: Loop, name: str) -> bool:
         elif is_name(node, name) and isinstance(getattr(node, "ctx", None), ast.Load):
             read = read or incremented(script.statement(node)) != name
     return counted and read
+
+
+_TIMES: Final = frozenset({"time", "times", "timer", "seconds", "elapsed", "duration", "perf"})
+"""Words in expressions for times, which belong to one process."""
+
+
+def _is_sum(script: Script, loop: Loop, name: str) -> bool:
+    """Returns whether the iterations of an outer training loop add to a variable that the script
+    reads there or after the loop, and that no iteration resets unconditionally. Sums of times do
+    not count, nor do those that `sums_of_losses` yields."""
+    if loop not in script.once(Sources).outer_loops() or name in {
+        each for _, each in sums_of_losses(script)
+    }:
+        return False
+    scope = script.scope(loop)
+    added = {
+        adding
+        for adding, each, value in additions(script)
+        if each == name and loop in script.above(adding) and not words_in(value) & _TIMES
+    }
+    read = False
+    for node in script.of_type(ast.Name):
+        if node.id != name or script.scope(node) is not scope or node.lineno < loop.lineno:
+            continue
+        statement = script.statement(node)
+        if isinstance(node.ctx, ast.Load):
+            read = read or statement not in added
+        elif statement not in added and _is_unconditional(script, statement, loop):
+            return False
+    return bool(added) and read
+
+
+def _is_unconditional(script: Script, node: ast.AST, loop: Loop) -> bool:
+    """Returns whether each iteration of a loop executes a node of it."""
+    above = [*script.above(node)]
+    return loop in above and not any(
+        isinstance(each, ast.If) for each in above[: above.index(loop)]
+    )
+
+
+_ADDS: Final = frozenset({"append", "extend", "insert", "add"})
+_EMPTY: Final = frozenset({"list", "dict", "set", "defaultdict", "OrderedDict"})
+
+
+def _collections(script: Script) -> Iterator[Finding]:
+    """Reports lists, dictionaries and sets that grow during the run, and that the script reads
+    within the training loop or after it."""
+    sources = script.once(Sources)
+    samples = {origin.loop for origin in sources.without_loader() if origin.collected}
+    known = script.once(_registered) | {name for _, name in sums_of_losses(script)}
+    for loop in sources.outer_loops():
+        executed = {*ast.walk(loop), *sources.executed_by[loop]}
+        if executed & samples:
+            continue
+        for made in script.of_type(ast.Assign, ast.AnnAssign):
+            scope = script.scope(made)
+            above = made.lineno < loop.lineno if scope is script.scope(loop) else scope is None
+            if not above or script.is_in_training_loop(made):
+                continue
+            for name, value in assigned(made):
+                variable = next(node for node in ast.walk(made) if is_name(node, name))
+                assert isinstance(variable, ast.Name)
+                if (
+                    name not in known
+                    and _is_empty(value)
+                    and _grows(script, variable, loop, executed)
+                ):
+                    yield finding(
+                        made,
+                        f"the training loop adds to {name}, but a worker that joins later starts "
+                        f"with {name} = {ast.unparse(value)}",
+                        f"shoal.register_state({name}={name}) above the loop, and the same changes "
+                        "on every rank",
+                    )
+
+
+def _is_empty(value: ast.AST) -> bool:
+    """Returns whether a value is an empty collection, or contains only empty ones and, in a
+    dictionary, numbers."""
+    if isinstance(value, ast.List):
+        return all(map(_is_empty, value.elts))
+    if isinstance(value, ast.Dict | ast.DictComp):
+        values = value.values if isinstance(value, ast.Dict) else [value.value]
+        return all(_is_empty(each) or _is_plain(each) for each in values)
+    if isinstance(value, ast.ListComp):
+        return _is_empty(value.elt)
+    return (
+        isinstance(value, ast.Call)
+        and last_name(value) in _EMPTY
+        and (last_name(value) == "defaultdict" or not (value.args or value.keywords))
+    )
+
+
+def _grows(script: Script, variable: ast.Name, loop: Loop, executed: set[ast.AST]) -> bool:
+    """Returns whether a training loop, which executes the nodes `executed`, adds to a collection
+    that the script reads there or later, and that no iteration empties unconditionally."""
+    scope = script.scope(variable)
+    added = read = False
+    for node in executed:
+        if is_name(node, variable.id) and script.scope(node) is scope:
+            if isinstance(script.statement(node), ast.AugAssign):
+                added = added or not isinstance(getattr(node, "ctx", None), ast.Load)
+            elif isinstance(getattr(node, "ctx", None), ast.Store) and _is_unconditional(
+                script, node, loop
+            ):
+                return False
+    for use in script.uses(variable):
+        change = _change(script, use) if use in executed else ""
+        if change == "clear" and _is_unconditional(script, use, loop):
+            return False
+        added = added or change == "add"
+        later = use.lineno > loop.lineno or script.scope(use) is not script.scope(loop)
+        read = read or (not change and later)
+    return added and read
+
+
+def _change(script: Script, use: ast.Name) -> str:
+    """Returns "add" if the use of a collection adds to it, "set" if it overwrites an item, fills a
+    cache or adds a time, "clear" if it empties the collection; otherwise an empty string."""
+    part: ast.AST = use
+    for above in script.above(use):
+        if isinstance(above, ast.Attribute) and above.attr in (*_ADDS, "clear"):
+            if above.attr == "clear":
+                return "clear"
+            return "set" if words_in(script.statement(use)) & _TIMES else "add"
+        if isinstance(above, ast.Subscript) and isinstance(above.ctx, ast.Store):
+            if isinstance(script.statement(above), ast.AugAssign):
+                return "add"
+            return "add" if _is_new_key(script, above, use.id) else "set"
+        if getattr(above, "func" if isinstance(above, ast.Call) else "value", None) is not part:
+            break
+        part = above
+    return ""
+
+
+def _is_new_key(script: Script, item: ast.Subscript, name: str) -> bool:
+    """Returns whether each iteration of a training loop may assign another item of a collection:
+    the key is neither constant nor that of an inner loop, and the collection is no cache."""
+    inner = {
+        part.id
+        for above in script.above(item)
+        if isinstance(above, ast.For) and not script.trains(above)
+        for part in ast.walk(above.target)
+        if isinstance(part, ast.Name)
+    }
+    cached = any(
+        isinstance(above, ast.If)
+        and any(
+            isinstance(test, ast.Compare)
+            and isinstance(test.ops[0], ast.In | ast.NotIn)
+            and is_name(test.comparators[0], name)
+            for test in ast.walk(above.test)
+        )
+        for above in script.above(item)
+    )
+    return not cached and any(
+        isinstance(part, ast.Name) and part.id not in inner for part in ast.walk(item.slice)
+    )
 
 
 def _counts_steps(script: Script, loop: Loop, name: str) -> bool:
@@ -204,97 +362,8 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
     return carried and compared
 
 
-_APPENDS: Final = frozenset({"append", "appendleft", "extend", "insert"})
-_ADDS: Final = frozenset({"add", "update", "setdefault"})
-"""Methods that add an entry under a key. A loop that also reads the entries may use them as a
-cache, which each worker may have for itself."""
-
-
-def _histories(script: Script) -> Iterator[Finding]:
-    reported = {name for _, name in sums_of_losses(script)} | _registered(script)
-    for loop in script.training_loops():
-        for made, name, value in _values_before(script, loop):
-            if _is_empty(value) and name not in reported and _collects(script, loop, name):
-                yield finding(
-                    made,
-                    f"the training loop adds to {name}, but a worker that joins later starts with "
-                    "an empty one, and after an aborted step an entry may be added again",
-                    f"shoal.register_state({name}={name}) below this line, and add to it on every "
-                    "rank",
-                )
-
-
-def _is_empty(value: ast.AST) -> bool:
-    """Returns whether an expression makes a list, dictionary, set or deque without entries. A
-    dictionary of these counts too."""
-    if isinstance(value, ast.List):
-        return not value.elts
-    if isinstance(value, ast.Dict):
-        return all(_is_empty(each) for each in value.values)
-    return (
-        isinstance(value, ast.Call)
-        and last_name(value) in ("list", "dict", "set", "defaultdict", "deque", "Counter")
-        and all(isinstance(each, ast.Name) for each in value.args)
-    )
-
-
-def _collects(script: Script, loop: Loop, name: str) -> bool:
-    """Returns whether a loop adds to the container `name` and never replaces it, and the script
-    reads it."""
-    scope = script.scope(loop)
-    if any(
-        isinstance(node, ast.Assign | ast.AnnAssign) and name in dict(assigned(node))
-        for node in ast.walk(loop)
-    ):
-        return False
-    appended = added = read = read_later = False
-    for use in script.of_type(ast.Name):
-        if use.id != name or not isinstance(use.ctx, ast.Load) or script.scope(use) is not scope:
-            continue
-        statement = script.statement(use)
-        inside = loop in script.above(use)
-        if _calls_on(statement, name, _APPENDS):
-            appended = appended or inside
-        elif _calls_on(statement, name, _ADDS) or _sets_item(statement, name):
-            added = added or inside
-        elif "register_state" not in words_in(statement):
-            read = True
-            read_later = read_later or not inside
-    return (appended and read) or (added and read_later)
-
-
-def _calls_on(statement: ast.stmt, name: str, methods: frozenset[str]) -> bool:
-    """Returns whether a statement calls one of the methods on the container `name`, or on an item
-    of it."""
-    called = (
-        statement.value.func
-        if (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call))
-        else None
-    )
-    return (
-        isinstance(called, ast.Attribute)
-        and called.attr in methods
-        and _container(called.value, name)
-    )
-
-
-def _sets_item(statement: ast.stmt, name: str) -> bool:
-    """Returns whether a statement assigns an item of the container `name`."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    if isinstance(statement, ast.AugAssign):
-        targets = [statement.target]
-    return any(isinstance(each, ast.Subscript) and _container(each, name) for each in targets)
-
-
-def _container(node: ast.expr, name: str) -> bool:
-    """Returns whether an expression is `name`, or an item of it."""
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return is_name(node, name)
-
-
 def _registered(script: Script) -> set[str]:
-    """Returns the names of the variables that are passed to register_state or as_distributed."""
+    """Returns the variables that the script passes to register_state or as_distributed."""
     return {
         part.id
         for call in script.calls()
@@ -306,7 +375,7 @@ def _registered(script: Script) -> set[str]:
 
 
 def _copies(script: Script) -> Iterator[Finding]:
-    registered = _registered(script)
+    registered = script.once(_registered)
     loops = script.training_loops()
     own_averages = {
         call
@@ -597,8 +666,8 @@ def _seeds(script: Script) -> Iterator[Finding]:
 
 STATE_RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _values,
+    _collections,
     _learning_rates,
-    _histories,
     _copies,
     _averages,
     _made_in_loops,

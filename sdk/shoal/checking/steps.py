@@ -70,7 +70,7 @@ def sums_of_losses(script: Script) -> Iterator[tuple[ast.AST, str]]:
         if last_name(node.value) == "register_state"
         for name, _ in assigned(node)
     }
-    for adding, name, value in _additions(script):
+    for adding, name, value in additions(script):
         around = script.loop_around(adding)
         if around is None or not script.trains(around) or name.partition(".")[0] in registered:
             continue
@@ -91,7 +91,7 @@ def sums_of_losses(script: Script) -> Iterator[tuple[ast.AST, str]]:
             yield adding, name
 
 
-def _additions(script: Script) -> Iterator[tuple[ast.stmt, str, ast.AST]]:
+def additions(script: Script) -> Iterator[tuple[ast.stmt, str, ast.AST]]:
     """Yields each statement that adds to a sum or appends to a list: the statement, the name of the
     sum or list, and what is added."""
     for node in script.of_type(ast.AugAssign):

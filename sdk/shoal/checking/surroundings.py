@@ -13,7 +13,7 @@ from typing import Final
 
 from shoal.checking.edits import Edits
 from shoal.checking.findings import Finding
-from shoal.checking.rules import SAVES, placements, uses
+from shoal.checking.rules import SAVES, placements
 from shoal.checking.script import Loop, Script, argument, is_name, last_name, words_in
 from shoal.checking.steps import OPTIMIZER_WORDS
 
@@ -159,7 +159,7 @@ def _devices(script: Script, own: list[ast.stmt]) -> Iterator[ast.expr]:
         if sum(not isinstance(node.ctx, ast.Load) for node in names) == 1 and all(
             not isinstance(next(script.above(use)), ast.Compare)
             and (not is_string or places & {*itertools.islice(script.above(use), 2)})
-            for use in uses(script, target)
+            for use in script.uses(target)
         ):
             yield value
 

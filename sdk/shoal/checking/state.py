@@ -598,6 +598,20 @@ def _prefixed_names(script: Script) -> Iterator[Finding]:
     if any(each.value == "module." for each in script.of_type(ast.Constant)):
         return  # the script removes or expects the prefix
     models, _ = script.once(distributed_names)
+    distributed = [
+        call.lineno for call in script.calls() if last_name(call).startswith("as_distributed")
+    ]
+    models = models | {
+        ast.unparse(target)
+        for made in script.of_type(ast.Assign)
+        for call in ast.walk(made.value)
+        if isinstance(call, ast.Call)
+        and script.full_name(call.func) == "copy.deepcopy"
+        and call.args
+        and ast.unparse(call.args[0]) in models
+        and call.lineno > min(distributed)
+        for target in made.targets
+    }
     replicated = all(
         isinstance(each.value, ast.Constant) and each.value.value == "ddp"
         for call in script.calls()

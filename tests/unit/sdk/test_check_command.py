@@ -429,6 +429,12 @@ def test_loading_between_two_training_loops_is_reported(load: str, reported: boo
         ("torch.save(model.state_dict(), 'a.pt')", "model.module.state_dict(), or"),
         ("state = model.state_dict()\ntorch.save(state, 'a.pt')", "model.module.state_dict(), or"),
         ("torch.save(ema.module.state_dict(), 'a.pt')", "consume_prefix_in_state_dict_if_present"),
+        (
+            "kept = copy.deepcopy(model).eval()\ntorch.save(kept.state_dict(), 'a.pt')",
+            "kept.module.state_dict(), or",
+        ),
+        ("kept = copy.deepcopy(model)\ntorch.save(kept.module.state_dict(), 'a.pt')", ""),
+        ("kept = copy.deepcopy(net)\ntorch.save(kept.state_dict(), 'a.pt')", ""),
         ("torch.save(model.module.state_dict(), 'a.pt')", ""),
         ("torch.save(net.state_dict(), 'a.pt')", ""),
         (

@@ -921,7 +921,8 @@ def _marked(source: str, name: str, left: list[Finding]) -> tuple[str, int]:
     """
     script = Script(source, name)
     edits = Edits(source)
-    for finding in (*left, *(check(source, name) or ())):
+    found = [each for each in check(source, name) or () if not each.note]
+    for finding in (*left, *found):
         line = min(
             (
                 (end - node.lineno, node.lineno)

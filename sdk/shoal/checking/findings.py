@@ -1,4 +1,4 @@
-"""Findings of `shoal check`: lines to change, each with a remedy."""
+"""Findings of `shoal check`: lines to change or to know of, each with a remedy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Finding:
     remedy: str
     certain: bool = True
     """False if the script does not show whether the line has this effect."""
+    note: bool = False
+    """True if the line need not change."""
 
 
 def finding(node: ast.AST, what: str, remedy: str, *, certain: bool = True) -> Finding:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from shoal.checking.findings import Finding, finding
@@ -365,6 +366,56 @@ def _sources(script: Script) -> Iterator[Finding]:
             )
 
 
+_BATCH_NORM: Final = re.compile(r"torch\.nn\.(Lazy)?BatchNorm\dd")
+_DRAWS: Final = re.compile(
+    r"torch\.nn\.(functional\.)?\w*[dD]ropout\w*"
+    r"|torchvision\.transforms\.(v2\.)?(Random\w+|ColorJitter|\w*Augment\w*)"
+)
+_REPLICATED: Final = frozenset({"ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"})
+
+
+def _depends_on_workers(script: Script) -> Iterator[Finding]:
+    """Notes the first module or transform with which the result depends on the number of workers,
+    if no loader divides its batches into micro-batches."""
+    loaders = [
+        {each.arg: ast.unparse(each.value) for each in call.keywords}
+        for call in script.calls()
+        if "ElasticDataLoader" in ast.unparse(call.func)
+    ]
+    training = [names for names in loaders if names.get("train") != "False"]
+    strategies = {
+        getattr(each.value, "value", None)
+        for call in script.calls()
+        if last_name(call).startswith("as_distributed")
+        for each in call.keywords
+        if each.arg == "strategy"
+    }
+    if (
+        not training
+        or any({"micro_batch_size", None} & names.keys() for names in training)
+        or strategies - _REPLICATED
+    ):
+        return
+    synchronized = any(last_name(call) == "convert_sync_batchnorm" for call in script.calls())
+    for call in script.calls():
+        name = script.full_name(call.func)
+        place = 1 if ".functional." in name else 0
+        never = ast.unparse(argument(call, place, "p") or ast.Constant(1)) in ("0", "0.0")
+        normalizes = _BATCH_NORM.fullmatch(name) and not synchronized
+        if normalizes or (_DRAWS.fullmatch(name) and not never):
+            yield replace(
+                finding(
+                    call,
+                    f"{last_name(call)}: the result depends on the number of workers, as under DDP",
+                    "none is needed if that is acceptable; otherwise micro_batch_size= in the "
+                    "ElasticDataLoader: "
+                    "docs/migration/classifier.md#batchnorm-and-dropout",
+                ),
+                note=True,
+            )
+            return
+
+
 def _accumulation(script: Script) -> Iterator[Finding]:
     for _, place in accumulating_loops(script):
         yield finding(
@@ -638,6 +689,7 @@ _RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
     _output,
     _data,
     _sources,
+    _depends_on_workers,
     _accumulation,
     _loss_sums,
     *STATE_RULES,

@@ -283,6 +283,45 @@ def test_a_sum_in_a_function_for_one_epoch_is_not_reported() -> None:
     assert check(script) == []
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["nn.BatchNorm1d(2)", "nn.Dropout(0.1)", "nn.functional.dropout(x)", "T.RandomCrop(8)"],
+)
+def test_results_that_depend_on_the_number_of_workers_get_one_note(
+    tmp_path: Path, module: str
+) -> None:
+    made = "import torchvision.transforms as T\nnet = nn.Linear(2, 1)"
+    start = _START.replace("net = nn.Linear(2, 1)", f"{made}\nlayers = [{module}, {module}]")
+    (found,) = check(start + _LOOP) or []
+    assert found.note
+    page, _, anchor = found.remedy.rpartition(" ")[2].partition("#")
+    titles = re.findall(r"^## (.*)$", (_ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in [title.lower().replace(" ", "-") for title in titles]
+    script = tmp_path / "a.py"
+    script.write_text(start + _LOOP)
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "nothing to change")
+    assert "note: " in result.stdout
+    for old, new in (
+        ("global_batch_size=8", "global_batch_size=8, micro_batch_size=4"),
+        ("0.1))", "0.1), strategy='pipeline')"),
+        ("shoal.ElasticDataLoader(", "shoal.make_loader("),
+    ):
+        assert not any(each.note for each in check(start.replace(old, new) + _LOOP) or [])
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        "nn.Sequential(nn.Dropout(0.0), nn.Dropout(p=0), nn.functional.dropout(x, 0.0))",
+        "nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))",
+        "nn.LayerNorm(2)",
+    ],
+)
+def test_other_layers_get_no_note(net: str) -> None:
+    assert check(_START.replace("nn.Linear(2, 1)", net) + _LOOP) == []
+
+
 _MAIN = "if shoal.is_main_process():\n    "
 
 

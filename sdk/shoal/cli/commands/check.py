@@ -19,8 +19,8 @@ def check(
 
     The script is parsed, not executed. The exit status is 0 if nothing was found, otherwise 1. A
     training loop whose batches come from a source that the script does not show, or that collects
-    its own samples, is reported, but does not affect the exit status. A line
-    that ends with `# shoal: ignore` is skipped.
+    its own samples, is reported, but does not affect the exit status. Nor does a note. A line that
+    ends with `# shoal: ignore` is skipped.
     """
     from shoal.checking.rules import check as checked
 
@@ -37,10 +37,10 @@ def check(
             continue
         checked_scripts += 1
         for finding in found:
-            typer.echo(f"{path}:{finding.line}: {finding.what}\n    remedy: {finding.remedy}")
-        certain = sum(finding.certain for finding in found)
-        count += certain
-        unclear += len(found) - certain
+            note = "note: " if finding.note else ""
+            typer.echo(f"{path}:{finding.line}: {note}{finding.what}\n    remedy: {finding.remedy}")
+        count += sum(finding.certain and not finding.note for finding in found)
+        unclear += sum(not finding.certain for finding in found)
     if count:
         typer.echo(f"{count} line{'' if count == 1 else 's'} to change")
         raise typer.Exit(1)

@@ -186,7 +186,7 @@ def _collections(script: Script) -> Iterator[Finding]:
                         f"the training loop adds to {name}, but a worker that joins later starts "
                         f"with {name} = {ast.unparse(value)}",
                         f"shoal.register_state({name}={name}) above the loop, and the same changes "
-                        "on every rank",
+                        "on every rank; for numbers of each step, rather shoal.report(...)",
                     )
 
 

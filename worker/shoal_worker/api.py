@@ -537,7 +537,8 @@ def save_checkpoint(
         PreconditionError (STEP_NOT_FINISHED): `every_steps` was passed inside a step.
         ConfigurationError: `keep` is below 1; `best` is not one finite number, has no `mode`, or
             differs between ranks; or `directory` cannot be written to, is not shared, or contains a
-            later step of another run. With `every_steps`, the last is found in the first call.
+            later step of another run. With `every_steps`, the last is found in the first call,
+            unless `directory` is a URL.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save has failed or, under ddp, saving
             the rows of sparse tables has failed now.
         PermissionDeniedError (OBJECT_STORAGE_REFUSED): the object store has refused the
